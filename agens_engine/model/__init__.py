@@ -1,0 +1,1 @@
+"""The network: configuration, checkpoint, one file per layer kind, and the stack that joins them."""
