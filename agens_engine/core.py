@@ -1,8 +1,8 @@
 """The nouns that travel between rooms. Plain data: no tensors of the model, no locks, no behaviour to speak of.
 
-    server -> engine      Request (token ids, sampling, an OutputWatch that reads the answer as it grows)
-    engine -> server      StepEvent, one per step in which the sequence committed tokens
-    scheduler -> engine   Segment lists; speculate -> engine   DraftChain
+server -> engine      Request (token ids, sampling, an OutputWatch that reads the answer as it grows)
+engine -> server      StepEvent, one per step in which the sequence committed tokens
+scheduler -> engine   Segment lists; speculate -> engine   DraftChain
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probabilities of one emitted token under the target's processed distribution, natural log."""
+    """One emitted token's log-probability, natural log: after masks, penalties and bias, before temperature."""
 
     token_id: int
     logprob: float

@@ -36,7 +36,9 @@ class KvView:
 class GrowingBuffer:
     """Rows [n, *row_shape] appended or overwritten by index; capacity doubles, so an append is O(1) amortised."""
 
-    def __init__(self, row_shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device, capacity: int = 0) -> None:
+    def __init__(
+        self, row_shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device, capacity: int = 0
+    ) -> None:
         self.data = torch.empty((capacity, *row_shape), dtype=dtype, device=device)
 
     def write(self, start: int, rows: torch.Tensor) -> None:
@@ -60,7 +62,7 @@ class GrowingBuffer:
 class SlidingBuffer:
     """The most recent rows of a stream of positions, contiguous: positions base .. base + filled - 1.
 
-    Holds `keep` rows behind the newest write and shifts once its slack is used up, so a write moves O(1) rows amortised.
+    Holds `keep` rows behind the newest write and shifts once its slack is used up: O(1) rows moved per write.
     """
 
     def __init__(self, row_shape: tuple[int, ...], keep: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -128,8 +130,8 @@ class DenseKv:
 class WindowKv:
     """K and V of the last `window` positions, pooled K and V of the blocks that left, and their indexer keys.
 
-        positions   0 ... C*pooled - 1 | C*pooled .... first - 1 | first ... (this step)
-        held as     far_k, far_v       | raw k, v                | raw k, v
+    positions   0 ... C*pooled - 1 | C*pooled .... first - 1 | first ... (this step)
+    held as     far_k, far_v       | raw k, v                | raw k, v
     """
 
     def __init__(

@@ -155,8 +155,8 @@ class SequenceState:
             if whole:
                 state.copy_(rows.final)
             else:
-                kept = (rows.k, rows.v, rows.g, rows.beta)
-                state.copy_(kda_ref.replay(*(x[None, :num_rows] for x in kept), state[None])[0])
+                k, v, g, beta = (x[None, :num_rows] for x in (rows.k, rows.v, rows.g, rows.beta))
+                state.copy_(kda_ref.replay(k, v, g, beta, state[None])[0])
             if num_rows >= tail_rows:
                 tail.copy_(rows.u[num_rows - tail_rows : num_rows])
             else:

@@ -127,7 +127,9 @@ class StepBatch:
 class FreshBatch:
     """B rows of T tokens, all from position 0, all state zero, nothing kept."""
 
-    def __init__(self, ids: torch.Tensor, *, num_previous: int, window: int, compress: int, shapes: "FreshShapes") -> None:
+    def __init__(
+        self, ids: torch.Tensor, *, num_previous: int, window: int, compress: int, shapes: "FreshShapes"
+    ) -> None:
         batch, length = ids.shape
         self.ids = ids.reshape(-1)
         self.positions = torch.arange(length, device=ids.device).repeat(batch)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from agens_engine.memory.kv import KvView
 from agens_engine.model.attention import GatedAttention, Rope
 from agens_engine.model.batch import Batch, Group, scatter
 from agens_engine.model.config import ModelConfig
 from agens_engine.model.layers import GemmaNorm
-from agens_engine.memory.kv import KvView
 from agens_kernels.ref import attention as ref
 
 # called with (query [B, T, H, D], index query [B, T, Di], the view); a trainer teaches the indexer through it
@@ -63,7 +63,7 @@ class BcsaAttention(GatedAttention):
         return self._output(scatter(parts, h.shape[0]), gate)
 
     def index(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The indexer's query (mean of its heads, scaled) and key, both [T, Di]. Scores are linear in the query heads."""
+        """The indexer's query (its heads averaged, scaled: scores are linear in them) and key, both [T, Di]."""
         b = self.bcsa
         heads = self.idx_norm(self.idx_q(h).unflatten(-1, (b.indexer_heads, b.indexer_dim)))
         return heads.mean(-2) * b.indexer_dim**-0.5, self.idx_norm(self.idx_k(h))

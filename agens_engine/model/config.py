@@ -160,7 +160,9 @@ def parse_config(raw: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
     heads = keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise ConfigError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
     head_dim = keys.integer("head_dim", hidden // heads)
     if keys.values.get("attention_bias"):
         raise ConfigError("config.json: attention_bias true is not supported (Volundr has no attention bias)")
@@ -169,7 +171,9 @@ def parse_config(raw: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
     if keys.values.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"config.json: hidden_act {keys.values['hidden_act']!r} is not supported; silu is")
     if keys.values.get("output_gate_type", "swish") not in ("swish", "silu"):
-        raise ConfigError(f"config.json: output_gate_type {keys.values['output_gate_type']!r} is not supported; swish is")
+        raise ConfigError(
+            f"config.json: output_gate_type {keys.values['output_gate_type']!r} is not supported; swish is"
+        )
     streams = _stream_count(keys, shapes)
     config = ModelConfig(
         vocab_size=keys.integer("vocab_size"),
@@ -217,15 +221,19 @@ def _rope(keys: _Keys, head_dim: int) -> RopeConfig:
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind not in ("default", None):
         raise ConfigError(f"config.json: rope_type {kind!r} is not supported; default is")
-    flat = {key: keys.values[key] for key in ("rope_theta", "partial_rotary_factor") if key in keys.values}
+    flat: dict[str, Any] = {k: keys.values[k] for k in ("rope_theta", "partial_rotary_factor") if k in keys.values}
     merged = _Keys({**flat, **nested})
     factor = merged.number("partial_rotary_factor", 1.0)
     dims = int(head_dim * factor)
     if dims < 2 or dims % 2 or dims > head_dim:
-        raise ConfigError(f"config.json: partial_rotary_factor {factor} of head_dim {head_dim} gives {dims} rotary dims")
+        raise ConfigError(
+            f"config.json: partial_rotary_factor {factor} of head_dim {head_dim} gives {dims} rotary dims"
+        )
     section = nested.get("mrope_section") or ()
     if section and sum(section) != dims // 2:
-        raise ConfigError(f"config.json: mrope_section {section} sums to {sum(section)}, the rope has {dims // 2} frequencies")
+        raise ConfigError(
+            f"config.json: mrope_section {section} sums to {sum(section)}, the rope has {dims // 2} frequencies"
+        )
     return RopeConfig(
         theta=merged.number("rope_theta", 1e7),
         rotary_dims=dims,

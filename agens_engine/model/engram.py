@@ -19,6 +19,9 @@ class Table(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(rows, dim))
 
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.embedding(rows, self.weight)
+
 
 class Engram(nn.Module):
     def __init__(self, hidden: int, config: EngramConfig, eps: float) -> None:
@@ -31,7 +34,7 @@ class Engram(nn.Module):
 
     def forward(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The addition to y [T, C]; rows [orders, T] int64 from engram_rows."""
-        parts = [F.embedding(rows[j], table.weight) for j, table in enumerate(self.tables)]
+        parts = [table(rows[j]) for j, table in enumerate(self.tables)]
         gate = torch.sigmoid(self.gate(y))
         return gate * self.value(self.norm(torch.cat(parts, -1)))
 

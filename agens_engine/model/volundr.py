@@ -9,6 +9,7 @@ Parameter names are the checkpoint's names after prefix normalisation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +97,8 @@ class Volundr(nn.Module):
         tapped = {}
         for i, layer in enumerate(body.layers):
             if c.num_streams > 1:
-                x, post, res = body.mhc[i].mix(streams)
+                mixer = cast(StreamMixer, body.mhc[i])
+                x, post, res = mixer.mix(streams)
                 streams = StreamMixer.combine(streams, res, post, layer(x, batch, rope, rows))
             else:
                 streams = streams + layer(streams[:, 0], batch, rope, rows).unsqueeze(1)

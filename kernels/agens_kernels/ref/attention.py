@@ -36,7 +36,7 @@ def rope_tables(positions: torch.Tensor, dims: int, theta: float) -> tuple[torch
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first 2 * cos.shape[-1] dims of each head, half-split pairs (i, i + half). x [T, H, D], cos [T, half]."""
+    """Rotate the first 2 * half dims of each head, pairs (i, i + half). x [T, H, D], cos [T, half]."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -110,7 +110,13 @@ def window_far_attention(
 
 
 def select_blocks(
-    index_query: torch.Tensor, block_keys: torch.Tensor, positions: torch.Tensor, *, window: int, compress: int, topk: int
+    index_query: torch.Tensor,
+    block_keys: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    window: int,
+    compress: int,
+    topk: int,
 ) -> torch.Tensor:
     """The topk best visible blocks of each query as a mask [B, T, N]; on equal scores the lowest index wins."""
     num = block_keys.shape[1]

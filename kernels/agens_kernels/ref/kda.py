@@ -7,7 +7,7 @@ Test    tests/parity/test_kda.py
 
 The chunked form rewrites 16 steps as matrix products. Within a chunk the products need exp(G_i - G_j) per channel, with
 G the running sum of g. When no channel decays by more than e^-FACTOR_LIMIT on either side of the chunk's middle, the
-factor splits into exp(G_i - mid) * exp(mid - G_j), both finite; otherwise the differences are exponentiated pair by pair.
+factor splits into exp(G_i - mid) * exp(mid - G_j), both finite; else the differences are exponentiated pair by pair.
 The running sum is kept in float64: its rounding would otherwise be a relative error of the result.
 """
 
@@ -35,7 +35,7 @@ def causal_conv(u: torch.Tensor, tail: torch.Tensor, weight: torch.Tensor) -> to
 
 
 def log_decay(raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
-    """g = -exp(A_log) * softplus(raw + dt_bias). raw [..., Hv, Dk], a_log [Hv], dt_bias [Hv * Dk]; returns raw's shape."""
+    """g = -exp(A_log) * softplus(raw + dt_bias). raw [..., Hv, Dk], a_log [Hv], dt_bias [Hv * Dk]; returns like raw."""
     bias = dt_bias.view(raw.shape[-2:])
     return -a_log.exp().unsqueeze(-1) * F.softplus(raw + bias, threshold=20.0)
 
@@ -52,9 +52,7 @@ def recurrent(
     return torch.stack(outputs, 1), state
 
 
-def replay(
-    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> torch.Tensor:
+def replay(k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """The state after these rows, by the same arithmetic as `recurrent` (bit for bit)."""
     decay = g.exp()
     for t in range(k.shape[1]):
@@ -63,7 +61,12 @@ def replay(
 
 
 def _step(
-    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     state = state * decay.unsqueeze(-1)
     residual = v - torch.matmul(k.unsqueeze(-2), state).squeeze(-2)

@@ -22,7 +22,8 @@ def sinkhorn(logits: torch.Tensor, iters: int) -> torch.Tensor:
     for _ in range(iters):
         m = m / m.sum(1, keepdim=True).clamp_min(CLAMP)
         m = m / m.sum(0, keepdim=True).clamp_min(CLAMP)
-    return m.permute(2, 0, 1).reshape(logits.shape)
+    # contiguous, or the batched products that follow run one token at a time
+    return m.permute(2, 0, 1).contiguous().view(logits.shape)
 
 
 def mix(

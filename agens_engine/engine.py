@@ -1,0 +1,326 @@
+"""The loop: schedule, draft, forward, verify, commit. One worker thread owns the model and all sequence memory.
+
+submit() and abort() may be called from any thread; events are delivered on the worker's thread. A request that fails
+ends with FinishReason.ERROR and leaves its neighbours alone; when a whole forward fails, its sequences are tried one
+by one, so that only the culprit is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from agens_engine.core import DraftChain, FinishReason, Request, StepResult, TokenLogprob
+from agens_engine.errors import ContextLengthError, EngineStoppedError, RequestError, UsageError
+from agens_engine.memory.state import SequenceState, StatePool
+from agens_engine.model.batch import StepBatch
+from agens_engine.model.loading import load_model, pick_device
+from agens_engine.model.volundr import Volundr
+from agens_engine.model_files import model_name, resolve_model
+from agens_engine.sampling.rules.unused_tokens import UnusedTokens
+from agens_engine.sampling.sampler import SequenceSampler
+from agens_engine.scheduler import Scheduler, Work
+from agens_engine.sequence import EventSink, LiveSequence
+from agens_engine.settings import Settings
+from agens_engine.speculate.context_copy import ContextCopy
+from agens_engine.speculate.drafting import MAX_DRAFTS, Drafted, SlotFiller
+from agens_engine.speculate.source import DraftSource
+from agens_engine.speculate.stats import DraftStats
+from agens_engine.speculate.verify import Verdict, VerifyItem, verify_batch
+
+log = logging.getLogger(__name__)
+
+SOURCES: dict[str, type[DraftSource]] = {ContextCopy.name: ContextCopy}
+
+
+class Engine:
+    """Serves requests on one model.
+
+    unused_ids      ids that are never generated (embedding rows without a token)
+    context_tokens  most tokens of prompt and answer together
+    sources         draft sources in the order in which they fill slots; empty means one token per step
+    """
+
+    def __init__(
+        self,
+        model: Volundr,
+        *,
+        model_name: str = "model",
+        unused_ids: Iterable[int] = (),
+        context_tokens: int | None = None,
+        max_sequences: int = 8,
+        prefill_chunk_tokens: int = 256,
+        sources: Sequence[DraftSource] = (),
+    ) -> None:
+        self.model, self.model_name = model, model_name
+        self.vocab_size = model.config.vocab_size
+        self.context_tokens = min(context_tokens or model.config.max_positions, model.config.max_positions)
+        self.max_sequences = max_sequences
+        self.device = model.model.norm.weight.device
+        self.pool = StatePool(model.state_shapes(), max_sequences, self.device)
+        self.unused = UnusedTokens(self.vocab_size, unused_ids)
+        self.filler = SlotFiller(sources, self.vocab_size)
+        self.drafts = DraftStats()
+        self.num_steps = self.num_finished = self.num_failed = self.prompt_tokens = self.generated_tokens = 0
+        self._scheduler = Scheduler(max_sequences, prefill_chunk_tokens)
+        self._live: dict[str, LiveSequence] = {}
+        self._incoming: list[LiveSequence] = []
+        self._wake = threading.Condition()
+        self._accepting = True
+        self._stop_now = False
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(cls, settings: Settings, *, unused_ids: Iterable[int] = ()) -> Engine:
+        """Load the model that the settings name. Raises UsageError or CheckpointError."""
+        model = load_model(resolve_model(settings.model), device=pick_device(settings.device), dtype=settings.dtype)
+        limit = model.config.max_positions
+        if settings.context_tokens is not None and settings.context_tokens > limit:
+            raise UsageError(f"--context {settings.context_tokens} is more than the model's {limit} positions")
+        wanted = SOURCES.keys() if settings.draft_sources is None else settings.draft_sources
+        unknown = sorted(set(wanted) - SOURCES.keys())
+        if unknown:
+            raise UsageError(f"unknown draft source {', '.join(unknown)}; known: {', '.join(SOURCES)}")
+        return cls(
+            model,
+            model_name=model_name(settings.model),
+            unused_ids=unused_ids,
+            context_tokens=settings.context_tokens,
+            max_sequences=settings.max_sequences,
+            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            sources=[make() for name, make in SOURCES.items() if settings.speculation and name in wanted],
+        )
+
+    # --- called from any thread --------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, on_event: EventSink) -> None:
+        """Queue a request. Raises RequestError, ContextLengthError or EngineStoppedError; then nothing was queued."""
+        prompt = list(request.prompt_ids)
+        if not prompt:
+            raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise RequestError(f"prompt token ids must lie in 0..{self.vocab_size - 1}", param="prompt")
+        if len(prompt) >= self.context_tokens:
+            raise ContextLengthError(len(prompt), self.context_tokens, param="prompt")
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", param="max_tokens")
+        sampler = SequenceSampler(request.sampling, prompt, self.unused)
+        room = self.context_tokens - len(prompt)
+        sequence = LiveSequence(request, sampler, on_event, min(request.max_tokens, room), prompt, len(prompt))
+        with self._wake:
+            if not self._accepting:
+                raise EngineStoppedError(self._failure or "the engine is shutting down")
+            if request.request_id in self._live:
+                raise RequestError(f"a request with id {request.request_id!r} is already running", param="request_id")
+            self._live[request.request_id] = sequence
+            self._incoming.append(sequence)
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next step boundary, whatever it is doing; unknown ids are ignored."""
+        with self._wake:
+            sequence = self._live.get(request_id)
+            if sequence is not None:
+                sequence.aborted = True
+                self._wake.notify()
+
+    def shutdown(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for up to drain_seconds, abort the rest, end the thread."""
+        deadline = time.monotonic() + drain_seconds
+        with self._wake:
+            self._accepting = False
+            self._wake.notify()
+            self._wake.wait_for(lambda: not self._live, timeout=max(0.0, deadline - time.monotonic()))
+            self._stop_now = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for health and metrics; cheap, and safe while the engine runs."""
+        return {
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.waiting) + len(self._incoming),
+            "steps": self.num_steps,
+            "finished": self.num_finished,
+            "failed_requests": self.num_failed,
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "slots_free": self.pool.slots_free,
+            "drafts": self.drafts.summary(),
+            "failed": self._failure,
+        }
+
+    def check(self) -> None:
+        """Assert that no sequence memory is lost or shared. Call it while the engine is idle."""
+        self.pool.check([s.state for s in self._scheduler.running if s.state is not None])
+
+    # --- the worker --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._take_commands():
+                    self._step(self._scheduler.next_step())
+        except BaseException as error:  # a bug in the loop itself: say so, end every request, answer 503 from now on
+            log.exception("the engine's loop failed")
+            self._failure = f"{type(error).__name__}: {error}"
+        finally:
+            with self._wake:
+                self._accepting = False
+                left = list(self._live.values())
+            for sequence in left:
+                self._finish(sequence, FinishReason.ABORT if self._failure is None else FinishReason.ERROR)
+
+    def _take_commands(self) -> bool:
+        """Take in new requests and aborts, sleeping while there is nothing to do; False ends the loop."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._incoming or self._stop_now or len(self._scheduler) or not self._accepting)
+            if self._stop_now or (not self._accepting and not self._live):
+                return False
+            incoming, self._incoming = self._incoming, []
+        for sequence in incoming:
+            self._scheduler.add(sequence)
+        for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
+            if sequence.aborted:
+                self._finish(sequence, FinishReason.ABORT)
+        for sequence in self._scheduler.admit():
+            sequence.state = self.pool.create()
+            sequence.timings.queue_seconds = time.perf_counter() - sequence.submitted_at
+            self.filler.begin(sequence, sequence.request.draft_sources if sequence.request.speculation else frozenset())
+        return True
+
+    def _step(self, work: list[Work]) -> None:
+        """One step over all its segments; on failure, once more for each alone."""
+        if not work:
+            return
+        started = time.perf_counter()
+        self.num_steps += 1
+        try:
+            drafted = [self._draft(item) for item in work]
+            verdicts = self._forward_and_verify(work, drafted)
+        except Exception as error:
+            if len(work) > 1:
+                log.exception("a step over %d sequences failed; trying them one by one", len(work))
+                for item in work:
+                    self._step([item])
+                return
+            log.exception("request %s failed", work[0].sequence.request_id)
+            self._finish(work[0].sequence, FinishReason.ERROR, error)
+            return
+        seconds = time.perf_counter() - started
+        for item, draft, verdict in zip(work, drafted, verdicts, strict=True):
+            try:
+                self._commit(item, draft, verdict, seconds)
+            except Exception as error:
+                log.exception("request %s failed after its step", item.sequence.request_id)
+                self._finish(item.sequence, FinishReason.ERROR, error)
+
+    def _draft(self, item: Work) -> Drafted:
+        sequence = item.sequence
+        slots = min(MAX_DRAFTS, sequence.max_tokens - sequence.num_output_tokens - 1)
+        if item.is_prefill or slots <= 0:
+            return Drafted()
+        return self.filler.fill(sequence, slots)
+
+    def _forward_and_verify(self, work: list[Work], drafted: list[Drafted]) -> list[Verdict | None]:
+        """One verdict per segment; None for a prefill chunk that does not end its prompt."""
+        segments: list[tuple[SequenceState, list[int]]] = []
+        items: list[VerifyItem] = []
+        rows: list[int] = []  # rows of the step whose logits are needed
+        end = 0
+        for item, draft in zip(work, drafted, strict=True):
+            sequence = item.sequence
+            assert sequence.state is not None
+            if item.is_prefill:
+                first = sequence.state.num_tokens
+                ids = sequence.token_ids[first : first + item.num_prompt_tokens]
+            else:
+                ids = [sequence.token_ids[-1], *draft.chain.token_ids]
+            segments.append((sequence.state, ids))
+            end += len(ids)
+            if not item.is_prefill:
+                items.append(VerifyItem(sequence.sampler, draft.chain, len(rows)))
+                rows.extend(range(end - len(ids), end))
+            elif item.num_prompt_tokens == sequence.prefill_left:
+                items.append(VerifyItem(sequence.sampler, DraftChain(), len(rows)))
+                rows.append(end - 1)
+        hidden, _ = self.model(StepBatch(segments, self.device))
+        if not rows:
+            return [None] * len(work)
+        logits = self.model.logits(hidden if len(rows) == end else hidden[rows])
+        verdicts = iter(verify_batch(logits, items, self.unused))
+        return [
+            next(verdicts) if not item.is_prefill or item.num_prompt_tokens == item.sequence.prefill_left else None
+            for item in work
+        ]
+
+    def _commit(self, item: Work, draft: Drafted, verdict: Verdict | None, seconds: float) -> None:
+        """Make the step's outcome part of the sequence: memory, tokens, statistics, the event to the client."""
+        sequence = item.sequence
+        assert sequence.state is not None
+        if item.is_prefill:
+            sequence.state.commit(item.num_prompt_tokens)
+            sequence.timings.prefill_seconds += seconds
+            self.prompt_tokens += item.num_prompt_tokens
+            if verdict is None:
+                return
+        else:
+            sequence.timings.decode_seconds += seconds
+        if verdict is None or verdict.error is not None:
+            assert verdict is not None
+            self._finish(sequence, FinishReason.ERROR, verdict.error)
+            return
+        kept, finish, deltas = sequence.keep(verdict.committed)
+        tokens = verdict.committed[:kept]
+        if not item.is_prefill:
+            sequence.state.commit(kept)  # the anchor and all kept tokens but the last, which is the next anchor
+        sequence.token_ids.extend(tokens)
+        sequence.sampler.commit(tokens)
+        self.generated_tokens += kept
+        if not item.is_prefill:
+            result = StepResult(draft.chain, tokens, min(verdict.num_accepted, kept))
+            sequence.drafts.record(result, draft.seconds)
+            self.drafts.record(result, draft.seconds)
+            self.filler.observe(sequence, result)
+        if finish is None:
+            sequence.on_event(sequence.event(tokens, deltas, verdict.logprobs[:kept]))
+            return
+        if sequence.request.watch is not None:
+            deltas.extend(sequence.request.watch.finish(finish))
+        self._finish(sequence, finish, tokens=tokens, deltas=deltas, logprobs=verdict.logprobs[:kept])
+
+    def _finish(
+        self,
+        sequence: LiveSequence,
+        reason: FinishReason,
+        error: BaseException | None = None,
+        *,
+        tokens: tuple[int, ...] = (),
+        deltas: Sequence[object] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
+        """Free the sequence's memory, forget it and send its last event."""
+        self._scheduler.remove(sequence)
+        if sequence.state is not None:
+            sequence.state.free()
+            sequence.state = None
+            self.filler.end(sequence)
+        if reason is FinishReason.ERROR:
+            self.num_failed += 1
+        else:
+            self.num_finished += 1
+        try:
+            sequence.on_event(sequence.event(tokens, deltas, logprobs, finish=reason, error=error))
+        except Exception:
+            log.exception("the receiver of request %s failed on its last event", sequence.request_id)
+        with self._wake:
+            self._live.pop(sequence.request_id, None)
+            self._wake.notify_all()

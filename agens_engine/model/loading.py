@@ -1,0 +1,54 @@
+"""From a model folder to a ready Volundr: config parsed, every tensor accounted for, weights widened to float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from agens_engine.errors import UsageError
+from agens_engine.model.checkpoint import Checkpoint, open_checkpoint
+from agens_engine.model.config import expected_shapes, parse_config
+from agens_engine.model.volundr import Volundr
+
+DTYPES = {"auto": torch.float32, "float32": torch.float32}
+
+
+def load_model(folder: str | Path, *, device: torch.device, dtype: str = "auto") -> Volundr:
+    """Load the text model of a folder.
+
+    dtype    what weights and activations are computed in; only float32 so far
+    raises   CheckpointError or ConfigError naming the file and the tensor, UsageError for a dtype that is not available
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype} is not available yet; this version computes in float32 (--dtype float32)")
+    with open_checkpoint(folder) as checkpoint:
+        config = parse_config(checkpoint.config, {name: entry.shape for name, entry in checkpoint.tensors.items()})
+        checkpoint.verify(expected_shapes(config))
+        with torch.device("meta"):
+            model = Volundr(config)
+        _fill(model, checkpoint, device, DTYPES[dtype])
+    return model.requires_grad_(False).eval()
+
+
+def _fill(model: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    """Put each tensor where its name says; one tensor at a time, so the host holds no second copy of the model."""
+    for name, _ in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        weight = checkpoint.read(name, dtype).to(device)
+        setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device if any, else the CPU. Raises UsageError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name} is not a device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: this machine has no usable CUDA device; use --device cpu")
+    return device

@@ -1,0 +1,154 @@
+"""Sequence memory: commit keeps exactly the accepted rows, snapshots are private copies, slots are never lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agens_engine.errors import AgensError
+from agens_engine.memory.kv import DenseKv, GrowingBuffer, SlidingBuffer, WindowKv
+from agens_engine.memory.state import SequenceState, StatePool
+from agens_engine.model.batch import StepBatch
+from agens_engine.model.volundr import Volundr
+from agens_kernels.ref import kda
+from agens_kernels.ref.attention import visible_far_blocks
+from tests.modelkit import CPU, fresh_logits, random_model
+
+pytestmark = pytest.mark.filterwarnings("error")
+IDS = torch.randint(0, 96, (80,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.fixture(scope="module")
+def model() -> Volundr:
+    return random_model()
+
+
+@torch.inference_mode()
+def run(model: Volundr, state: SequenceState, ids: list[int]) -> torch.Tensor:
+    hidden, _ = model(StepBatch([(state, ids)], CPU))
+    return model.logits(hidden)
+
+
+def fingerprint(state: SequenceState) -> list[torch.Tensor]:
+    """Everything the next step can read: recurrent state, ids, windows and the far blocks visible at this length."""
+    shapes, n = state.pool.shapes, state.num_tokens
+    parts = [state.pool.states[:, state.slot], state.pool.tails[:, state.slot], torch.tensor(state.previous_ids)]
+    for layer in shapes.window_layers:
+        cache = state.kv[layer]
+        assert isinstance(cache, WindowKv)
+        blocks = visible_far_blocks(n, shapes.window, shapes.compress)
+        parts += [buffer.read(n - shapes.window, n) for buffer in (cache._k, cache._v)]
+        parts += [buffer.data[:blocks] for buffer in (cache._far_k, cache._far_v, cache._block_keys)]
+    for layer in shapes.dense_layers:
+        dense = state.kv[layer]
+        assert isinstance(dense, DenseKv)
+        parts += [dense._k.data[:n], dense._v.data[:n]]
+    return [part.clone() for part in parts]
+
+
+@pytest.mark.parametrize("accepted", range(9))
+@pytest.mark.parametrize("prefix", [3, 11, 40])
+def test_rollback_leaves_no_trace(model: Volundr, prefix: int, accepted: int) -> None:
+    """G12, G14: verify 8 rows, keep some, go on; logits equal those of a run that never saw the rejected rows."""
+    pool = StatePool(model.state_shapes(), 2, CPU)
+    state = pool.create()
+    run(model, state, IDS[:prefix])
+    state.commit(prefix)
+    wrong = [(token + 1) % 96 for token in IDS[prefix + accepted : prefix + 8]]
+    run(model, state, IDS[prefix : prefix + accepted] + wrong)
+    state.commit(accepted)
+    assert state.num_tokens == prefix + accepted
+    logits = run(model, state, IDS[prefix + accepted : prefix + accepted + 12])
+    expected = fresh_logits(model, IDS[: prefix + accepted + 12])[prefix + accepted :]
+    assert float((logits - expected).abs().max()) < 1e-3  # a rejected row that leaks moves logits by about 1
+
+
+def test_rejecting_everything_restores_exact_bytes(model: Volundr) -> None:
+    state = StatePool(model.state_shapes(), 1, CPU).create()
+    run(model, state, IDS[:20])
+    state.commit(20)
+    before = fingerprint(state)
+    run(model, state, IDS[30:38])
+    state.commit(0)
+    assert all(torch.equal(a, b) for a, b in zip(before, fingerprint(state), strict=True))
+
+
+def test_partial_commit_has_the_bytes_of_the_step_it_came_from(model: Volundr) -> None:
+    """Keeping 5 of 8 rows gives the recurrence over those rows of that same step, bit for bit, in every KDA layer."""
+    pool = StatePool(model.state_shapes(), 1, CPU)
+    state = pool.create()
+    run(model, state, IDS[:20])
+    state.commit(20)
+    before = pool.states[:, state.slot].clone()
+    run(model, state, IDS[20:28])
+    pending = dict(state._pending)
+    state.commit(5)
+    for index, rows in pending.items():
+        q = torch.zeros_like(rows.k)
+        parts = [x[None, :5] for x in (q, rows.k, rows.v, rows.g, rows.beta)]
+        _, expected = kda.recurrent(*parts, before[index][None])
+        assert torch.equal(pool.states[index, state.slot], expected[0])
+        assert not torch.equal(rows.final, expected[0])
+    assert state.previous_ids == IDS[23:25]
+
+
+def test_snapshot_is_private_and_restores(model: Volundr) -> None:
+    pool = StatePool(model.state_shapes(), 2, CPU)
+    state = pool.create()
+    run(model, state, IDS[:33])
+    state.commit(33)
+    snapshot = state.snapshot()
+    expected = run(model, state, IDS[33:50])
+    state.commit(17)
+    other = pool.create()
+    for _ in range(2):  # a snapshot can be used more than once
+        other.restore(snapshot)
+        assert torch.equal(run(model, other, IDS[33:50]), expected)
+        other.commit(17)
+    assert other.num_tokens == 50
+
+
+def test_sequences_of_one_batch_do_not_touch_each_other(model: Volundr) -> None:
+    pool = StatePool(model.state_shapes(), 3, CPU)
+    states = [pool.create() for _ in range(3)]
+    parts = [IDS[:13], IDS[13:14], IDS[20:33]]
+    with torch.inference_mode():
+        hidden, _ = model(StepBatch(list(zip(states, parts, strict=True)), CPU))
+        logits = model.logits(hidden).split([len(part) for part in parts])
+    for part, got in zip(parts, logits, strict=True):
+        assert float((got - fresh_logits(model, part)).abs().max()) < 1e-4
+
+
+def test_slots_are_counted() -> None:
+    pool = StatePool(random_model().state_shapes(), 2, CPU)
+    a, b = pool.create(), pool.create()
+    with pytest.raises(AgensError, match="all 2 sequence slots"):
+        pool.create()
+    pool.check([a, b])
+    a.free()
+    pool.check([b])
+    with pytest.raises(AssertionError):
+        pool.check([])
+    fresh = pool.create()
+    assert not fresh.pool.states[:, fresh.slot].any()
+
+
+def test_sliding_buffer_keeps_what_it_promises() -> None:
+    buffer = SlidingBuffer((1,), 10, dtype=torch.float32, device=CPU)
+    position = 0
+    for size in (7, 1, 1, 30, 2, 5, 1, 1, 100, 3):
+        buffer.write(position, torch.arange(position, position + size, dtype=torch.float32)[:, None])
+        position += size
+        oldest = max(0, position - size - 10)
+        assert buffer.read(oldest, position)[:, 0].tolist() == list(range(oldest, position))
+    assert buffer.data.shape[0] < 260
+
+
+def test_growing_buffer_overwrites_and_grows() -> None:
+    buffer = GrowingBuffer((2,), dtype=torch.float32, device=CPU)
+    buffer.write(0, torch.ones(300, 2))
+    buffer.write(299, torch.zeros(400, 2))
+    assert buffer.data[:299].eq(1).all() and buffer.data[299:699].eq(0).all()
+    twin = buffer.copy(10)
+    twin.data.fill_(5)
+    assert buffer.data[:10].eq(1).all()
