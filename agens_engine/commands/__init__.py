@@ -1,0 +1,1 @@
+"""One subcommand of `agens` per file; cli.py maps flags to them."""

@@ -1,0 +1,216 @@
+"""What the machine really has, read once before planning: device memory, host memory, limits of the container.
+
+Every source is a callable of `Sources`, so tests can invent any machine. No GPU is a normal answer (None), a source
+that fails is skipped and named in the log. Facts go to the planner as plain values.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agens_planner.constants import WSL_PINNED_BYTES
+from agens_planner.facts import DeviceFacts, HostFacts
+
+log = logging.getLogger(__name__)
+
+_STABLE_BYTES = 16 * 2**20  # free memory that moves by less than this has settled
+_STABLE_READS = 3
+_POLL_SECONDS = 0.25
+_DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")  # Linux, Linux in a container, WSL
+_UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """One reading of a GPU. own_bytes: what this process holds already."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    own_bytes: int = 0
+    display: bool = False
+
+
+def _read_text(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+
+
+def _read_gpu() -> GpuMemory | None:
+    return _read_nvml() or _read_torch()
+
+
+def _read_nvml() -> GpuMemory | None:
+    """The first visible GPU through NVML: before any CUDA context exists, so the reading does not disturb itself."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        log.debug("no NVML: %s", error)
+        return None
+    try:
+        handle = _visible_handle(pynvml)
+        if handle is None:
+            return None
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        name = pynvml.nvmlDeviceGetName(handle)
+        return GpuMemory(
+            name=name if isinstance(name, str) else name.decode(),
+            total_bytes=int(memory.total),
+            free_bytes=int(memory.free),
+            own_bytes=_own_bytes(pynvml, handle),
+            display=_display_active(pynvml, handle),
+        )
+    except pynvml.NVMLError as error:
+        log.warning("the GPU driver answers NVML with an error (%s); planning without it", error)
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _visible_handle(pynvml: Any) -> Any:
+    """NVML handle of the device CUDA would call 0, honouring CUDA_VISIBLE_DEVICES; None when it hides every GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = "0" if visible is None else visible.split(",")[0].strip()
+    if first.startswith(("GPU-", "MIG-")):
+        return pynvml.nvmlDeviceGetHandleByUUID(first)
+    if not first.isdigit() or int(first) >= pynvml.nvmlDeviceGetCount():
+        return None
+    return pynvml.nvmlDeviceGetHandleByIndex(int(first))
+
+
+def _own_bytes(pynvml: Any, handle: Any) -> int:
+    try:
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return 0
+    return sum(int(p.usedGpuMemory or 0) for p in processes if p.pid == os.getpid())
+
+
+def _display_active(pynvml: Any, handle: Any) -> bool:
+    try:
+        return bool(pynvml.nvmlDeviceGetDisplayActive(handle))
+    except pynvml.NVMLError:
+        return False
+
+
+def _read_torch() -> GpuMemory | None:
+    """The fallback where NVML is missing (some containers, WSL): creates a CUDA context, so it comes second."""
+    if not any(Path(node).exists() for node in _DEVICE_NODES):
+        return None  # no driver: importing torch to hear the same would cost seconds
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(0)
+    return GpuMemory(torch.cuda.get_device_name(0), total, free, own_bytes=torch.cuda.memory_reserved(0))
+
+
+def _available_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _memlock_bytes() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else int(soft)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the facts come from; replace any of them in a test."""
+
+    gpu: Callable[[], GpuMemory | None] = _read_gpu
+    available: Callable[[], int] = _available_bytes
+    memlock: Callable[[], int | None] = _memlock_bytes
+    read_text: Callable[[str], str | None] = _read_text
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+
+def read_device(sources: Sources | None = None, *, patience_seconds: float = 10.0) -> DeviceFacts | None:
+    """The GPU as it stands once its free memory has settled, or None where there is none.
+
+    patience_seconds  how long to wait for a previous process to finish freeing its memory; after that the last reading
+                      counts, with a warning
+    """
+    sources = sources or Sources()
+    reading = sources.gpu()
+    if reading is None:
+        return None
+    deadline, calm = sources.clock() + patience_seconds, 1
+    while calm < _STABLE_READS:
+        if sources.clock() >= deadline:
+            log.warning("free GPU memory still moves after %.0f s; planning with the last reading", patience_seconds)
+            break
+        sources.sleep(_POLL_SECONDS)
+        following = sources.gpu()
+        if following is None:
+            return None
+        calm = calm + 1 if abs(following.free_bytes - reading.free_bytes) < _STABLE_BYTES else 1
+        reading = following
+    other = max(0, reading.total_bytes - reading.free_bytes - reading.own_bytes)
+    return DeviceFacts("cuda", reading.name, reading.total_bytes, other, reading.display)
+
+
+def read_host(sources: Sources | None = None) -> HostFacts:
+    """Main memory this process may still take, and how much of it can be pinned."""
+    sources = sources or Sources()
+    available = sources.available()
+    for room in _cgroup_rooms(sources.read_text):
+        available = min(available, room)
+    wsl = "microsoft" in (sources.read_text("/proc/version") or "").lower()
+    return HostFacts(
+        available_bytes=max(0, available),
+        pinned_bytes=WSL_PINNED_BYTES if wsl else None,
+        pinned_reason="WSL2" if wsl else "",
+        memlock_bytes=sources.memlock(),
+        wsl=wsl,
+    )
+
+
+def _cgroup_rooms(read_text: Callable[[str], str | None]) -> list[int]:
+    """Bytes left under each memory limit above this process: cgroup v2 from our group up to the root, then v1."""
+    rooms = []
+    for line in (read_text("/proc/self/cgroup") or "").splitlines():
+        number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
+        if number == "0" and not controllers:
+            parts = [p for p in path.split("/") if p and p != ".."]
+            folders = ["/".join(("/sys/fs/cgroup", *parts[:k])) for k in range(len(parts), -1, -1)]
+            rooms += [_room(read_text, f, "memory.max", "memory.current", "inactive_file") for f in folders]
+        elif "memory" in controllers.split(","):
+            for folder in dict.fromkeys(("/sys/fs/cgroup/memory" + path.rstrip("/"), "/sys/fs/cgroup/memory")):
+                rooms.append(
+                    _room(read_text, folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                )
+    return [room for room in rooms if room is not None]
+
+
+def _room(read_text: Callable[[str], str | None], folder: str, limit: str, usage: str, cache: str) -> int | None:
+    """Limit minus usage, page cache that can be dropped not counted as used; None where nothing is limited."""
+    bound = (read_text(f"{folder}/{limit}") or "").strip()
+    used = (read_text(f"{folder}/{usage}") or "").strip()
+    if not bound.isdigit() or not used.isdigit() or int(bound) >= _UNLIMITED:
+        return None
+    droppable = 0
+    for line in (read_text(f"{folder}/memory.stat") or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == cache and value.strip().isdigit():
+            droppable = int(value)
+    return int(bound) - max(0, int(used) - droppable)
