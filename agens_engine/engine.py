@@ -11,17 +11,20 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from agens_engine.core import DraftChain, FinishReason, Request, StepResult, TokenLogprob
 from agens_engine.errors import ContextLengthError, EngineStoppedError, RequestError, UsageError
-from agens_engine.memory.state import SequenceState, StatePool
+from agens_engine.memory.arena import Arena
+from agens_engine.memory.state import SequenceState, StatePool, unplanned
 from agens_engine.model.batch import StepBatch
 from agens_engine.model.loading import load_model, pick_device
 from agens_engine.model.volundr import Volundr
 from agens_engine.model_files import model_name, resolve_model
+from agens_engine.planning import plan_run
 from agens_engine.sampling.rules.unused_tokens import UnusedTokens
 from agens_engine.sampling.sampler import SequenceSampler
 from agens_engine.scheduler import Scheduler, Work
@@ -56,13 +59,23 @@ class Engine:
         max_sequences: int = 8,
         prefill_chunk_tokens: int = 256,
         sources: Sequence[DraftSource] = (),
+        arena: Arena | None = None,
+        far_resident_layers: int | None = None,
     ) -> None:
         self.model, self.model_name = model, model_name
         self.vocab_size = model.config.vocab_size
         self.context_tokens = min(context_tokens or model.config.max_positions, model.config.max_positions)
         self.max_sequences = max_sequences
         self.device = model.model.norm.weight.device
-        self.pool = StatePool(model.state_shapes(), max_sequences, self.device)
+        self.arena = arena
+        self.pool = StatePool(
+            model.state_shapes(),
+            max_sequences,
+            arena.claim if arena is not None else unplanned(self.device),
+            context_tokens=self.context_tokens,
+            chunk_tokens=prefill_chunk_tokens,
+            far_resident_layers=far_resident_layers,
+        )
         self.unused = UnusedTokens(self.vocab_size, unused_ids)
         self.filler = SlotFiller(sources, self.vocab_size)
         self.drafts = DraftStats()
@@ -79,22 +92,24 @@ class Engine:
 
     @classmethod
     def load(cls, settings: Settings, *, unused_ids: Iterable[int] = ()) -> Engine:
-        """Load the model that the settings name. Raises UsageError or CheckpointError."""
-        model = load_model(resolve_model(settings.model), device=pick_device(settings.device), dtype=settings.dtype)
-        limit = model.config.max_positions
-        if settings.context_tokens is not None and settings.context_tokens > limit:
-            raise UsageError(f"--context {settings.context_tokens} is more than the model's {limit} positions")
+        """Plan, then load the model that the settings name. Raises UsageError, PlanError or CheckpointError."""
         wanted = SOURCES.keys() if settings.draft_sources is None else settings.draft_sources
         unknown = sorted(set(wanted) - SOURCES.keys())
         if unknown:
             raise UsageError(f"unknown draft source {', '.join(unknown)}; known: {', '.join(SOURCES)}")
+        device = pick_device(settings.device)
+        plan = plan_run(settings)
+        arena = Arena.of_plan(plan, device)
+        model = load_model(resolve_model(settings.model), device=device, dtype=settings.dtype, adopt=arena.adopt)
         return cls(
             model,
             model_name=model_name(settings.model),
             unused_ids=unused_ids,
-            context_tokens=settings.context_tokens,
-            max_sequences=settings.max_sequences,
-            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            context_tokens=plan.context_tokens,
+            max_sequences=plan.sequences,
+            prefill_chunk_tokens=plan.choice.chunk_tokens,
+            arena=arena,
+            far_resident_layers=plan.choice.far_resident_layers,
             sources=[make() for name, make in SOURCES.items() if settings.speculation and name in wanted],
         )
 
@@ -142,6 +157,8 @@ class Engine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        if self.arena is not None:
+            log.info("%s", self.arena.summary())
 
     def stats(self) -> dict[str, Any]:
         """Counters for health and metrics; cheap, and safe while the engine runs."""
@@ -155,12 +172,15 @@ class Engine:
             "generated_tokens": self.generated_tokens,
             "slots_free": self.pool.slots_free,
             "drafts": self.drafts.summary(),
+            "memory": self.arena.report() if self.arena is not None else None,
             "failed": self._failure,
         }
 
     def check(self) -> None:
         """Assert that no sequence memory is lost or shared. Call it while the engine is idle."""
         self.pool.check([s.state for s in self._scheduler.running if s.state is not None])
+        if self.arena is not None:
+            self.arena.check()
 
     # --- the worker --------------------------------------------------------------------------------------------------
 
@@ -255,12 +275,16 @@ class Engine:
         hidden, _ = self.model(StepBatch(segments, self.device))
         if not rows:
             return [None] * len(work)
-        logits = self.model.logits(hidden if len(rows) == end else hidden[rows])
-        verdicts = iter(verify_batch(logits, items, self.unused))
+        with self._counted("logits.verify", 4 * len(rows) * self.vocab_size):
+            logits = self.model.logits(hidden if len(rows) == end else hidden[rows])
+            verdicts = iter(verify_batch(logits, items, self.unused))
         return [
             next(verdicts) if not item.is_prefill or item.num_prompt_tokens == item.sequence.prefill_left else None
             for item in work
         ]
+
+    def _counted(self, line: str, num_bytes: int) -> AbstractContextManager[None]:
+        return self.arena.using(line, num_bytes) if self.arena is not None else nullcontext()
 
     def _commit(self, item: Work, draft: Drafted, verdict: Verdict | None, seconds: float) -> None:
         """Make the step's outcome part of the sequence: memory, tokens, statistics, the event to the client."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from agens_engine.memory.state import StatePool
+from agens_engine.memory.state import StatePool, unplanned
 from agens_engine.model.batch import StepBatch
 from agens_engine.model.config import ModelConfig, expected_shapes, parse_config
 from agens_engine.model.loading import load_model
@@ -95,11 +95,17 @@ def golden_model() -> Volundr:
     return load_model(DATA / "golden", device=CPU)
 
 
+def new_pool(model: Volundr, slots: int = 1, context: int = 600, chunk: int = 600) -> StatePool:
+    """Sequence memory without a plan behind it."""
+    return StatePool(model.state_shapes(), slots, unplanned(CPU), context_tokens=context, chunk_tokens=chunk)
+
+
 @torch.inference_mode()
 def logits_in_chunks(model: Volundr, ids: list[int], sizes: list[int]) -> torch.Tensor:
     """[T, V] logits, the ids run as committed segments of these sizes (the last size repeats)."""
-    state = StatePool(model.state_shapes(), 1, CPU).create()
-    out, first = [], 0
+    state = new_pool(model).create()
+    out: list[torch.Tensor] = []
+    first = 0
     while first < len(ids):
         size = sizes[min(len(out), len(sizes) - 1)]
         part = ids[first : first + size]

@@ -7,13 +7,15 @@ Source: spec volundr-model.md section 9, drafters.md D.1 and D.4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from agens_engine.core import NUM_VERIFY_ROWS
 from agens_engine.errors import AgensError
-from agens_engine.memory.kv import DenseKv, WindowKv
+from agens_engine.memory.kv import DenseKv, WindowKv, WindowStorage
 from agens_kernels.ref import kda as kda_ref
 
 
@@ -55,15 +57,74 @@ class KdaRows:
     final: torch.Tensor
 
 
-class StatePool:
-    """Slots for the fixed-size state: states [L, slots, Hv, Dk, Dv] and tails [L, slots, K-1, ch], float32."""
+Claim = Callable[[str, tuple[int, ...]], torch.Tensor]  # (plan line, shape) -> zeroed float32 tensor
 
-    def __init__(self, shapes: StateShapes, num_slots: int, device: torch.device) -> None:
-        self.shapes, self.num_slots, self.device = shapes, num_slots, device
+
+def unplanned(device: torch.device) -> Claim:
+    """A claim without a plan behind it: for tools that run one sequence and exit, and for tests."""
+    return lambda line, shape: torch.zeros(shape, device=device)
+
+
+class StatePool:
+    """All sequence memory of an engine: claimed once for num_slots sequences of context_tokens, given out by slot.
+
+    states   [L, slots, Hv, Dk, Dv], tails [L, slots, K-1, ch]: float32; a step gathers its rows in one read
+    raises   PlanError when the plan's lines do not hold it
+    """
+
+    def __init__(
+        self,
+        shapes: StateShapes,
+        num_slots: int,
+        claim: Claim,
+        *,
+        context_tokens: int,
+        chunk_tokens: int,
+        far_resident_layers: int | None = None,
+    ) -> None:
+        self.shapes, self.num_slots = shapes, num_slots
+        self.context_tokens = context_tokens
         layers = len(shapes.kda_layers)
-        self.states = torch.zeros((layers, num_slots, *shapes.kda_state), device=device)
-        self.tails = torch.zeros((layers, num_slots, *shapes.conv_tail), device=device)
+        self.states = claim("state.kda", (layers, num_slots, *shapes.kda_state)) if layers else torch.empty(0)
+        self.tails = claim("state.conv", (layers, num_slots, *shapes.conv_tail)) if layers else torch.empty(0)
+        self._storage = self._claim_kv(claim, chunk_tokens, far_resident_layers)
         self._free = list(range(num_slots - 1, -1, -1))
+
+    def _claim_kv(
+        self, claim: Claim, chunk_tokens: int, far_resident: int | None
+    ) -> dict[int, dict[str, torch.Tensor]]:
+        """Layer -> part -> [slots, ...]; sizes as in the planner's sequence_lines.py."""
+        s, slots, row = self.shapes, self.num_slots, (self.shapes.kv_heads, self.shapes.head_dim)
+        rows = self.context_tokens + NUM_VERIFY_ROWS
+        storage: dict[int, dict[str, torch.Tensor]] = {}
+        for layer in s.dense_layers:
+            storage[layer] = {part: claim("kv.dense", (slots, rows, *row)) for part in ("k", "v")}
+        # a verify step needs room for its rows and one far block behind the window
+        ring = min(s.window + max(chunk_tokens, s.compress + NUM_VERIFY_ROWS), rows)
+        blocks = max(0, -(-(self.context_tokens - s.window) // s.compress))
+        keys = -(-self.context_tokens // s.compress)
+        for n, layer in enumerate(s.window_layers):
+            far_line = "far.resident" if far_resident is None or n < far_resident else "host.far_pool"
+            storage[layer] = {part: claim("kv.window", (slots, ring, *row)) for part in ("k", "v")}
+            index_rows = s.compress + NUM_VERIFY_ROWS
+            storage[layer]["index"] = claim("kv.index_tail", (slots, index_rows, s.index_dim))
+            storage[layer]["block_keys"] = claim("kv.block_keys", (slots, keys, s.index_dim))
+            for part in ("far_k", "far_v"):
+                storage[layer][part] = (
+                    claim(far_line, (slots, blocks, *row)) if blocks else self.states.new_empty((slots, 0, *row))
+                )
+        return storage
+
+    def kv_of(self, slot: int) -> dict[int, DenseKv | WindowKv]:
+        """Empty caches of every softmax layer on one slot's storage."""
+        caches: dict[int, DenseKv | WindowKv] = {}
+        for layer, parts in self._storage.items():
+            own = {name: part[slot] for name, part in parts.items()}
+            if layer in self.shapes.dense_layers:
+                caches[layer] = DenseKv(own["k"], own["v"])
+            else:
+                caches[layer] = WindowKv(self.shapes.window, self.shapes.compress, WindowStorage(**own))
+        return caches
 
     @property
     def slots_free(self) -> int:
@@ -74,8 +135,9 @@ class StatePool:
         if not self._free:
             raise AgensError(f"all {self.num_slots} sequence slots are in use; wait for one to finish")
         slot = self._free.pop()
-        self.states[:, slot].zero_()
-        self.tails[:, slot].zero_()
+        if self.shapes.kda_layers:
+            self.states[:, slot].zero_()
+            self.tails[:, slot].zero_()
         return SequenceState(self, slot)
 
     def release(self, slot: int) -> None:
@@ -96,7 +158,7 @@ class Snapshot:
     previous_ids: list[int]
     states: torch.Tensor
     tails: torch.Tensor
-    kv: dict[int, DenseKv | WindowKv]
+    kv: dict[int, Any]
 
 
 class SequenceState:
@@ -105,21 +167,8 @@ class SequenceState:
     def __init__(self, pool: StatePool, slot: int) -> None:
         self.pool, self.slot = pool, slot
         self.num_tokens = 0
-        shapes = pool.shapes
-        self.previous_ids = [-1] * shapes.num_previous_ids
-        self.kv: dict[int, DenseKv | WindowKv] = {}
-        for layer in shapes.dense_layers:
-            self.kv[layer] = DenseKv(shapes.kv_heads, shapes.head_dim, dtype=torch.float32, device=pool.device)
-        for layer in shapes.window_layers:
-            self.kv[layer] = WindowKv(
-                shapes.window,
-                shapes.compress,
-                shapes.kv_heads,
-                shapes.head_dim,
-                shapes.index_dim,
-                dtype=torch.float32,
-                device=pool.device,
-            )
+        self.previous_ids = [-1] * pool.shapes.num_previous_ids
+        self.kv = pool.kv_of(slot)
         self._pending: dict[int, KdaRows] = {}
         self._pending_ids: list[int] = []
 
@@ -171,7 +220,7 @@ class SequenceState:
             list(self.previous_ids),
             self.pool.states[:, self.slot].clone(),
             self.pool.tails[:, self.slot].clone(),
-            {layer: cache.copy(self.num_tokens) for layer, cache in self.kv.items()},
+            {layer: cache.save(self.num_tokens) for layer, cache in self.kv.items()},
         )
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -180,7 +229,8 @@ class SequenceState:
         self.previous_ids = list(snapshot.previous_ids)
         self.pool.states[:, self.slot] = snapshot.states
         self.pool.tails[:, self.slot] = snapshot.tails
-        self.kv = {layer: cache.copy(snapshot.num_tokens) for layer, cache in snapshot.kv.items()}
+        for layer, saved in snapshot.kv.items():
+            self.kv[layer].load(saved)
         self._pending.clear()
         self._pending_ids = []
 
@@ -190,7 +240,3 @@ class SequenceState:
         self.slot = -1
         self.kv.clear()
         self._pending.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        return self.pool.shapes.recurrent_bytes + sum(cache.num_bytes for cache in self.kv.values())

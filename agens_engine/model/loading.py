@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,14 +12,18 @@ from agens_engine.errors import UsageError
 from agens_engine.model.checkpoint import Checkpoint, open_checkpoint
 from agens_engine.model.config import expected_shapes, parse_config
 from agens_engine.model.volundr import Volundr
+from agens_planner import classify, weight_line
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32}
+Adopt = Callable[[str, torch.Tensor], torch.Tensor]
+_HOST_LINES = {"embedding": "host.embedding", "engram_table": "host.engram_tables"}
 
 
-def load_model(folder: str | Path, *, device: torch.device, dtype: str = "auto") -> Volundr:
+def load_model(folder: str | Path, *, device: torch.device, dtype: str = "auto", adopt: Adopt | None = None) -> Volundr:
     """Load the text model of a folder.
 
     dtype    what weights and activations are computed in; only float32 so far
+    adopt    called with (plan line, tensor) for every weight before it is used, to count it; may refuse
     raises   CheckpointError or ConfigError naming the file and the tensor, UsageError for a dtype that is not available
     """
     if dtype not in DTYPES:
@@ -28,23 +33,34 @@ def load_model(folder: str | Path, *, device: torch.device, dtype: str = "auto")
         checkpoint.verify(expected_shapes(config))
         with torch.device("meta"):
             model = Volundr(config)
-        _fill(model, checkpoint, device, DTYPES[dtype])
+        _fill(model, checkpoint, device, DTYPES[dtype], adopt)
     return model.requires_grad_(False).eval()
 
 
-def _fill(model: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+def plan_line(name: str) -> str:
+    """The plan's line for an unpacked float32 weight."""
+    kind = classify(name)
+    assert kind is not None, name
+    return _HOST_LINES.get(kind) or weight_line(kind, None, "float32")
+
+
+def _fill(
+    model: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, adopt: Adopt | None
+) -> None:
     """Put each tensor where its name says; one tensor at a time, so the host holds no second copy of the model."""
     for name, _ in list(model.named_parameters()):
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         weight = checkpoint.read(name, dtype).to(device)
+        if adopt is not None:
+            weight = adopt(plan_line(name), weight)
         setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device if any, else the CPU. Raises UsageError for a device that is not there."""
+    """`auto` is the CPU: the float32 reference is all there is so far. Raises UsageError for an unusable device."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:

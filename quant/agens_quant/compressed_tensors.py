@@ -235,8 +235,8 @@ def dequantize(
     encoding = resolve_encoding(words, layout)
     zeros = torch.full((1, 1), float(1 << (bits - 1)))
     if zero_point is not None:
-        zeros = _unpack_zero_points(layout, zero_point, encoding)
-    group_of = _group_of_column(layout, g_idx)
+        zeros = unpack_zero_points(layout, zero_point, encoding)
+    group_of = group_of_column(layout, g_idx)
 
     out = torch.empty(n, k, dtype=dtype)
     step = max(1, _CHUNK_ELEMENTS // k)
@@ -249,7 +249,7 @@ def dequantize(
     return out
 
 
-def _unpack_zero_points(layout: PackedLayout, zero_point: Tensor, encoding: Encoding) -> Tensor:
+def unpack_zero_points(layout: PackedLayout, zero_point: Tensor, encoding: Encoding) -> Tensor:
     """[N, G] float32 codes; the packing runs down the output dimension, so unpack the transpose."""
     if zero_point.dtype != torch.int32:
         raise QuantFormatError(f"weight_zero_point is {zero_point.dtype}; expected torch.int32 (packed)")
@@ -260,7 +260,7 @@ def _unpack_zero_points(layout: PackedLayout, zero_point: Tensor, encoding: Enco
     return torch.from_numpy(unpack_codes(columns_first, bits, n, encoding)).t().float().contiguous()
 
 
-def _group_of_column(layout: PackedLayout, g_idx: Tensor | None) -> Tensor:
+def group_of_column(layout: PackedLayout, g_idx: Tensor | None) -> Tensor:
     """[K] int64 group of each input column."""
     if g_idx is None or bool((g_idx == -1).all()):
         return torch.arange(layout.in_features) // layout.group_size

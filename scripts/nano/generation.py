@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from agens_engine.memory.state import StatePool
+from agens_engine.memory.state import StatePool, unplanned
 from agens_engine.model.batch import StepBatch
 from agens_engine.model.checkpoint import open_checkpoint
 from agens_engine.model.config import parse_config
@@ -37,7 +37,14 @@ def greedy_backend(model: Volundr, *, max_tokens: int, stop_ids: frozenset[int],
     @torch.inference_mode()
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         answers: list[list[int]] = [[] for _ in prompts]
-        pool = StatePool(model.state_shapes(), batch_size, torch.device("cpu"))
+        longest = max(map(len, prompts))
+        pool = StatePool(
+            model.state_shapes(),
+            batch_size,
+            unplanned(torch.device("cpu")),
+            context_tokens=longest + max_tokens,
+            chunk_tokens=longest,
+        )
         for start in range(0, len(prompts), batch_size):
             part = slice(start, start + batch_size)
             _decode(model, pool, prompts[part], answers[part], max_tokens, stop_ids)

@@ -210,7 +210,8 @@ class Muon:
 
 def split_parameters(model: Volundr) -> tuple[list[torch.nn.Parameter], list[dict[str, object]]]:
     """Muon's matrices, and AdamW groups with their base rates."""
-    muon, groups = [], {key: [] for key in ADAM_LR}
+    muon: list[torch.nn.Parameter] = []
+    groups: dict[str, list[torch.nn.Parameter]] = {key: [] for key in ADAM_LR}
     for name, p in model.named_parameters():
         if "tables" in name or "embed_tokens" in name:
             groups["table"].append(p)
@@ -237,7 +238,7 @@ class Documents:
         self.packed_share, self.packed_length = packed_share, packed_length
 
     def micro_batches(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(ids [B, L], flags [B, L]) with B * L about micro_tokens; flag 1 marks assistant tokens, padding is flag 2."""
+        """(ids [B, L], flags [B, L]), B * L about micro_tokens; flag 1: assistant tokens, 0: others, 2: padding."""
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(len(self.offsets) - 1)
         for begin in range(0, len(order), 4096):
@@ -254,7 +255,8 @@ class Documents:
                 yield self._pad(batches[i])
 
     def _rows(self, docs: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        rows, open_row = [], []
+        rows: list[np.ndarray] = []
+        open_row: list[np.ndarray] = []
         for doc in docs:
             span = np.arange(self.offsets[doc], self.offsets[doc + 1])
             if rng.random() >= self.packed_share:

@@ -1,4 +1,4 @@
-"""Window and far attention against a direct loop over the definition, in every tiling and both ways to read far blocks."""
+"""Window and far attention against a loop over the definition, in every tiling and both ways to read far blocks."""
 
 from __future__ import annotations
 

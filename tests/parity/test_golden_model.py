@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.modelkit import CPU, DATA, fresh_logits, golden_model, logits_in_chunks
 from safetensors.torch import load_file
 
-from agens_engine.cli_logits import compute_logits
-from agens_engine.memory.state import StatePool
+from agens_engine.commands.logits import compute_logits
 from agens_engine.model.batch import StepBatch
 from agens_engine.model.engram import engram_rows
 from agens_engine.model.volundr import Volundr
+from tests.modelkit import CPU, DATA, fresh_logits, golden_model, logits_in_chunks, new_pool
 
 TOLERANCE = 2e-4
 LENGTHS = (1, 7, 64, 96, 400)
@@ -75,7 +74,7 @@ def test_residual_streams(golden: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 96])
 def test_engram_rows(golden: dict[str, torch.Tensor], length: int, chunk: int) -> None:
     model, ids = golden_model(), golden[f"ids_{length}"].tolist()
-    state = StatePool(model.state_shapes(), 1, CPU).create()
+    state = new_pool(model).create()
     assert model.config.engram is not None
     rows = []
     for first in range(0, length, chunk):
@@ -127,11 +126,12 @@ def test_a_deliberate_mistake_is_seen(golden: dict[str, torch.Tensor], mistake: 
     right = golden_model()
     key, least = MISTAKES[mistake]
     config = right.config
-    assert config.bcsa is not None
+    bcsa = config.bcsa
+    assert bcsa is not None
     if key == "bcsa_topk":
-        config = dataclasses.replace(config, bcsa=dataclasses.replace(config.bcsa, topk=1))
+        config = dataclasses.replace(config, bcsa=dataclasses.replace(bcsa, topk=1))
     elif key == "bcsa_window":
-        config = dataclasses.replace(config, bcsa=dataclasses.replace(config.bcsa, window=config.bcsa.window + 1))
+        config = dataclasses.replace(config, bcsa=dataclasses.replace(bcsa, window=bcsa.window + 1))
     else:
         config = dataclasses.replace(config, sinkhorn_iters=9)
     wrong = Volundr(config)

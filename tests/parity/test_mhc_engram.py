@@ -43,12 +43,13 @@ def test_mix_and_combine_by_definition() -> None:
     x, post, res = mhc.mix(streams, weight, norm, statics, iters=10, eps=1e-6)
     mean = streams.mean(1)
     dyn = (mean / (mean.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm) @ weight.T
-    assert torch.allclose(x, sum((statics[0] + dyn[:, :4])[:, s, None] * streams[:, s] for s in range(4)), atol=1e-5)
+    weights = (statics[0] + dyn[:, :4]).unsqueeze(-1)
+    assert torch.allclose(x, (weights * streams).sum(1), atol=1e-5)
     assert torch.allclose(post, statics[1] + dyn[:, 4:8], atol=1e-5)
     delta = torch.randn(3, 6, generator=gen)
     out = mhc.combine(streams, res, post, delta)
     for a in range(4):
-        expected = sum(res[:, a, b, None] * streams[:, b] for b in range(4)) + post[:, a, None] * delta
+        expected = (res[:, a, :, None] * streams).sum(1) + post[:, a, None] * delta
         assert torch.allclose(out[:, a], expected, atol=1e-5)
 
 

@@ -26,6 +26,7 @@ OURS = frozenset(SOURCE_DIRS)
 # Rooms that each room of agens_engine may import directly. core and errors are open to all, a room to itself.
 _TOP = {
     "settings", "model_files", "text", "engine", "scheduler", "sequence", "speculate", "sampling", "model", "memory",
+    "planning", "probe",
 }  # fmt: skip
 _PACKED = {"agens_kernels", "agens_quant", "agens_planner"}
 ALLOWED: dict[str, set[str]] = {
@@ -40,9 +41,12 @@ ALLOWED: dict[str, set[str]] = {
     "sequence": {"speculate", "sampling", "model", "memory"},
     "scheduler": {"sequence", "speculate", "sampling", "model", "memory"},
     "text": {"settings"},
+    "probe": {"agens_planner"},
+    "planning": {"settings", "model_files", "probe", "agens_planner"},
     "engine": (_TOP - {"engine", "text"}) | _PACKED,
     "server": _TOP | _PACKED,
-    "cli": _TOP | _PACKED | {"server"},
+    "commands": _TOP | _PACKED | {"server"},
+    "cli": _TOP | _PACKED | {"server", "commands"},
     "__init__": set(),
     "__main__": {"cli"},
 }

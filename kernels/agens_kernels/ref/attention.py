@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-TILE_ELEMENTS = 1 << 24
+TILE_ELEMENTS = 1 << 20
 GATHER_FACTOR = 4  # gather the selected blocks once there are more than GATHER_FACTOR * topk of them
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from agens_engine.errors import AgensError
-from agens_engine.memory.kv import DenseKv, GrowingBuffer, SlidingBuffer, WindowKv
-from agens_engine.memory.state import SequenceState, StatePool
+from agens_engine.memory.kv import DenseKv, SlidingBuffer, WindowKv
+from agens_engine.memory.state import SequenceState
 from agens_engine.model.batch import StepBatch
 from agens_engine.model.volundr import Volundr
 from agens_kernels.ref import kda
 from agens_kernels.ref.attention import visible_far_blocks
-from tests.modelkit import CPU, fresh_logits, random_model
+from tests.modelkit import CPU, fresh_logits, new_pool, random_model
 
 pytestmark = pytest.mark.filterwarnings("error")
 IDS = torch.randint(0, 96, (80,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -38,11 +38,11 @@ def fingerprint(state: SequenceState) -> list[torch.Tensor]:
         assert isinstance(cache, WindowKv)
         blocks = visible_far_blocks(n, shapes.window, shapes.compress)
         parts += [buffer.read(n - shapes.window, n) for buffer in (cache._k, cache._v)]
-        parts += [buffer.data[:blocks] for buffer in (cache._far_k, cache._far_v, cache._block_keys)]
+        parts += [storage[:blocks] for storage in (cache._far_k, cache._far_v, cache._block_keys)]
     for layer in shapes.dense_layers:
         dense = state.kv[layer]
         assert isinstance(dense, DenseKv)
-        parts += [dense._k.data[:n], dense._v.data[:n]]
+        parts += [dense.k[:n], dense.v[:n]]
     return [part.clone() for part in parts]
 
 
@@ -50,7 +50,7 @@ def fingerprint(state: SequenceState) -> list[torch.Tensor]:
 @pytest.mark.parametrize("prefix", [3, 11, 40])
 def test_rollback_leaves_no_trace(model: Volundr, prefix: int, accepted: int) -> None:
     """G12, G14: verify 8 rows, keep some, go on; logits equal those of a run that never saw the rejected rows."""
-    pool = StatePool(model.state_shapes(), 2, CPU)
+    pool = new_pool(model, 2)
     state = pool.create()
     run(model, state, IDS[:prefix])
     state.commit(prefix)
@@ -64,7 +64,7 @@ def test_rollback_leaves_no_trace(model: Volundr, prefix: int, accepted: int) ->
 
 
 def test_rejecting_everything_restores_exact_bytes(model: Volundr) -> None:
-    state = StatePool(model.state_shapes(), 1, CPU).create()
+    state = new_pool(model, 1).create()
     run(model, state, IDS[:20])
     state.commit(20)
     before = fingerprint(state)
@@ -75,7 +75,7 @@ def test_rejecting_everything_restores_exact_bytes(model: Volundr) -> None:
 
 def test_partial_commit_has_the_bytes_of_the_step_it_came_from(model: Volundr) -> None:
     """Keeping 5 of 8 rows gives the recurrence over those rows of that same step, bit for bit, in every KDA layer."""
-    pool = StatePool(model.state_shapes(), 1, CPU)
+    pool = new_pool(model, 1)
     state = pool.create()
     run(model, state, IDS[:20])
     state.commit(20)
@@ -85,15 +85,15 @@ def test_partial_commit_has_the_bytes_of_the_step_it_came_from(model: Volundr) -
     state.commit(5)
     for index, rows in pending.items():
         q = torch.zeros_like(rows.k)
-        parts = [x[None, :5] for x in (q, rows.k, rows.v, rows.g, rows.beta)]
-        _, expected = kda.recurrent(*parts, before[index][None])
+        a, b, c, d, e = (x[None, :5] for x in (q, rows.k, rows.v, rows.g, rows.beta))
+        _, expected = kda.recurrent(a, b, c, d, e, before[index][None])
         assert torch.equal(pool.states[index, state.slot], expected[0])
         assert not torch.equal(rows.final, expected[0])
     assert state.previous_ids == IDS[23:25]
 
 
 def test_snapshot_is_private_and_restores(model: Volundr) -> None:
-    pool = StatePool(model.state_shapes(), 2, CPU)
+    pool = new_pool(model, 2)
     state = pool.create()
     run(model, state, IDS[:33])
     state.commit(33)
@@ -109,7 +109,7 @@ def test_snapshot_is_private_and_restores(model: Volundr) -> None:
 
 
 def test_sequences_of_one_batch_do_not_touch_each_other(model: Volundr) -> None:
-    pool = StatePool(model.state_shapes(), 3, CPU)
+    pool = new_pool(model, 3)
     states = [pool.create() for _ in range(3)]
     parts = [IDS[:13], IDS[13:14], IDS[20:33]]
     with torch.inference_mode():
@@ -120,7 +120,7 @@ def test_sequences_of_one_batch_do_not_touch_each_other(model: Volundr) -> None:
 
 
 def test_slots_are_counted() -> None:
-    pool = StatePool(random_model().state_shapes(), 2, CPU)
+    pool = new_pool(random_model(), 2)
     a, b = pool.create(), pool.create()
     with pytest.raises(AgensError, match="all 2 sequence slots"):
         pool.create()
@@ -133,22 +133,28 @@ def test_slots_are_counted() -> None:
     assert not fresh.pool.states[:, fresh.slot].any()
 
 
-def test_sliding_buffer_keeps_what_it_promises() -> None:
-    buffer = SlidingBuffer((1,), 10, dtype=torch.float32, device=CPU)
+def test_sliding_buffer_keeps_what_it_is_told_to() -> None:
+    buffer = SlidingBuffer(torch.empty(40, 1))
     position = 0
-    for size in (7, 1, 1, 30, 2, 5, 1, 1, 100, 3):
-        buffer.write(position, torch.arange(position, position + size, dtype=torch.float32)[:, None])
+    for size in (7, 1, 1, 30, 2, 5, 1, 1, 30, 3):
+        rows = torch.arange(position, position + size, dtype=torch.float32)[:, None]
+        buffer.write(position, rows, keep_from=position - 10)
         position += size
         oldest = max(0, position - size - 10)
         assert buffer.read(oldest, position)[:, 0].tolist() == list(range(oldest, position))
-    assert buffer.data.shape[0] < 260
+    with pytest.raises(AssertionError):
+        buffer.write(position, torch.zeros(31, 1), keep_from=position - 10)
 
 
-def test_growing_buffer_overwrites_and_grows() -> None:
-    buffer = GrowingBuffer((2,), dtype=torch.float32, device=CPU)
-    buffer.write(0, torch.ones(300, 2))
-    buffer.write(299, torch.zeros(400, 2))
-    assert buffer.data[:299].eq(1).all() and buffer.data[299:699].eq(0).all()
-    twin = buffer.copy(10)
-    twin.data.fill_(5)
-    assert buffer.data[:10].eq(1).all()
+@pytest.mark.parametrize("sizes", [[1], [8], [5, 1, 8, 2], [24], [24, 3]])
+def test_storage_of_exactly_the_planned_size_is_enough(model: Volundr, sizes: list[int]) -> None:
+    """Ring of window + chunk positions, far pool and block keys of the context: a full context runs and is right."""
+    state = new_pool(model, context=80, chunk=24).create()
+    logits: list[torch.Tensor] = []
+    first = 0
+    while first < 80:
+        size = min(sizes[len(logits) % len(sizes)], 80 - first)
+        logits.append(run(model, state, IDS[first : first + size]))
+        state.commit(size)
+        first += size
+    assert float((torch.cat(logits) - fresh_logits(model, IDS)).abs().max()) < 1e-3
