@@ -1,0 +1,1 @@
+"""HTTP in, engine requests out: routes, API dialects, streaming, errors."""

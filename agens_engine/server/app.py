@@ -1,0 +1,193 @@
+"""Routes, middlewares, and the server's lifetime: bind, load, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from agens_engine.errors import UsageError
+from agens_engine.server import model_routes, openai_chat, openai_completions
+from agens_engine.server.auth import Handler, api_key_middleware
+from agens_engine.server.errors import error_parts, error_response
+from agens_engine.server.generation import EngineLike
+from agens_engine.server.host import HOST, REQUEST_ID, HostState, ModelHost
+from agens_engine.server.model_text import ModelText
+from agens_engine.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+# what handlers get, after the engine ended their generations, to write their last frames
+_LAST_FRAMES_SECONDS = 5.0
+
+LoadResult = tuple[EngineLike, ModelText]
+LoadModel = Callable[[], LoadResult]
+
+
+def make_app(host: ModelHost) -> web.Application:
+    """The application over one model host; the host may still be loading."""
+    app = web.Application(
+        client_max_size=host.settings.max_body_bytes,
+        middlewares=[_errors_and_ids, api_key_middleware(host.settings.api_key)],
+    )
+    app[HOST] = host
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", openai_chat.chat_completions),
+            web.post("/v1/completions", openai_completions.completions),
+            web.get("/v1/models", model_routes.list_models),
+            web.get("/v1/models/{name:.+}", model_routes.get_model),
+            web.post("/tokenize", model_routes.tokenize),
+            web.post("/detokenize", model_routes.detokenize),
+            web.get("/health", model_routes.health),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _errors_and_ids(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the request an id (the client's own, if it is sane) and turn whatever is raised into error JSON."""
+    given = request.headers.get("x-request-id", "")
+    request_id = given if _CLIENT_ID.fullmatch(given) else uuid.uuid4().hex
+    request[REQUEST_ID] = request_id
+    try:
+        response = await handler(request)
+    except asyncio.CancelledError:
+        log.info("%s %s %s: the client went away", request_id, request.method, request.path)
+        raise
+    except Exception as error:
+        status, body = error_parts(error)
+        log.info("%s %s %s: %d %s", request_id, request.method, request.path, status, body["error"]["message"])
+        return error_response(error, status, body, request_id)
+    if not response.prepared:
+        response.headers.setdefault("x-request-id", request_id)
+    return response
+
+
+def serve(settings: Settings, load: LoadModel) -> None:
+    """Run until SIGINT or SIGTERM; blocks.
+
+    load     builds the engine and the text side; called on a worker thread once the port is bound, so that a busy port
+             is noticed before minutes of loading and /health can answer meanwhile
+    raises   UsageError for an address that cannot be bound, and whatever `load` raises
+    """
+    asyncio.run(_serve(settings, load))
+
+
+async def _serve(settings: Settings, load: LoadModel) -> None:
+    host = ModelHost(settings)
+    runner = web.AppRunner(
+        make_app(host),
+        # a handler whose client went away is cancelled, which aborts its generations
+        handler_cancellation=True,
+        shutdown_timeout=_LAST_FRAMES_SECONDS,
+        access_log=log if settings.log_level == "debug" else None,
+    )
+    await runner.setup()
+    stopping = asyncio.Event()
+    _on_signals(host, stopping)
+    try:
+        site = web.TCPSite(runner, settings.host, settings.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; choose another --port"
+            ) from error
+        port = runner.addresses[0][1]
+        _warn_if_public(settings)
+        log.info("listening on http://%s:%d, loading %s", settings.host, port, settings.model)
+        if await _load(host, load, stopping):
+            log.info("ready: http://%s:%d/v1", settings.host, port)
+            await stopping.wait()
+        await site.stop()
+        await _drain(host, settings.drain_seconds)
+    finally:
+        await runner.cleanup()
+
+
+async def _load(host: ModelHost, load: LoadModel, stopping: asyncio.Event) -> bool:
+    """Load on a thread of its own; False when a signal came first.
+
+    A thread cannot be interrupted: it is a daemon, so that a stop during a long load ends the process at once.
+    """
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[LoadResult] = loop.create_future()
+
+    def settle(result: LoadResult | BaseException) -> None:
+        if loaded.done():
+            return
+        if isinstance(result, BaseException):
+            loaded.set_exception(result)
+        else:
+            loaded.set_result(result)
+
+    def work() -> None:
+        result: LoadResult | BaseException
+        try:
+            result = load()
+        except BaseException as error:
+            result = error
+        loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=work, name="load-model", daemon=True).start()
+    stop = asyncio.create_task(stopping.wait())
+    waiting: set[asyncio.Future[Any]] = {loaded, stop}
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if not loaded.done():
+        loaded.cancel()
+        return False
+    host.attach(*loaded.result())
+    return not stopping.is_set()
+
+
+async def _drain(host: ModelHost, seconds: float) -> None:
+    """Let running generations finish for a while, then end them; the engine's worker thread stops either way."""
+    if host.model is None:
+        return
+    log.info("stopping; running generations have %.0f seconds to finish", seconds)
+    await asyncio.to_thread(host.model.engine.shutdown, seconds)
+
+
+def _on_signals(host: ModelHost, stopping: asyncio.Event) -> None:
+    """First signal: finish what runs. Second signal: end it now."""
+
+    def on_signal() -> None:
+        if host.state is HostState.STOPPING and host.model is not None:
+            log.warning("second signal: ending the running generations")
+            host.model.generator.abort_all()
+        host.stop()
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+
+
+def _warn_if_public(settings: Settings) -> None:
+    if settings.api_key is None and not _is_local(settings.host):
+        log.warning(
+            "listening on %s without an API key: anyone who can reach this address can use the model; "
+            "set AGENS_API_KEY or --api-key, or use --host 127.0.0.1",
+            settings.host,
+        )
+
+
+def _is_local(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

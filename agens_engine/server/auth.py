@@ -1,0 +1,39 @@
+"""The API key: `Authorization: Bearer KEY`, compared in constant time. /health stays open for supervisors."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from agens_engine.server.errors import AuthenticationError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_OPEN_PATHS = frozenset({"/health"})
+
+
+def api_key_middleware(api_key: str | None) -> Any:
+    """An aiohttp middleware that asks for the key, or lets everything pass when there is none."""
+    expected = api_key.encode() if api_key else None
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if expected is not None and request.path not in _OPEN_PATHS:
+            _check(request, expected)
+        return await handler(request)
+
+    return check
+
+
+def _check(request: web.Request, expected: bytes) -> None:
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    # headers may carry bytes that are not UTF-8; aiohttp hands them over as surrogates
+    if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(errors="surrogateescape"), expected):
+        return
+    if scheme:
+        raise AuthenticationError("the API key is wrong", code="invalid_api_key")
+    raise AuthenticationError(
+        "this server asks for an API key; send it as the header 'Authorization: Bearer KEY'", code="missing_api_key"
+    )
