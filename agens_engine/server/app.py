@@ -49,6 +49,7 @@ def make_app(host: ModelHost) -> web.Application:
             web.post("/tokenize", model_routes.tokenize),
             web.post("/detokenize", model_routes.detokenize),
             web.get("/health", model_routes.health),
+            web.get("/props", model_routes.props),
         ]
     )
     return app

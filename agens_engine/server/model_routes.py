@@ -1,8 +1,9 @@
-"""Routes about the model itself: /v1/models, /tokenize, /detokenize, /health."""
+"""Routes about the model itself: /v1/models, /tokenize, /detokenize, /health, /props."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
@@ -30,6 +31,21 @@ async def get_model(request: web.Request) -> web.Response:
 async def health(request: web.Request) -> web.Response:
     status, body = request.app[HOST].health()
     return web.json_response(body, status=status)
+
+
+async def props(request: web.Request) -> web.Response:
+    """What this server runs: limits, sampling defaults, and the memory plan beside what was used."""
+    model = request.app[HOST].require()
+    engine = model.engine
+    body = {
+        "model": model.name,
+        "context_length": engine.context_tokens,
+        "max_sequences": engine.max_sequences,
+        "max_output_tokens": model.max_output_tokens,
+        "default_sampling": asdict(model.defaults),
+        "memory": engine.stats().get("memory"),
+    }
+    return web.json_response(body)
 
 
 async def tokenize(request: web.Request) -> web.Response:

@@ -89,6 +89,20 @@ def test_health_follows_the_life_of_the_model() -> None:
     in_loop(go)
 
 
+def test_props_shows_limits_defaults_and_memory() -> None:
+    async def go() -> None:
+        async with running(says(END), context_tokens=512) as (client, engine):
+            async with client.get("/props") as response:
+                assert response.status == 200
+                body = await response.json()
+            assert body["context_length"] == engine.context_tokens == 512
+            assert body["max_sequences"] == engine.max_sequences
+            assert {"temperature", "top_p", "top_k"} <= body["default_sampling"].keys()
+            assert body["memory"] == engine.stats().get("memory")
+
+    in_loop(go)
+
+
 def test_a_stop_during_loading_stays_a_stop() -> None:
     async def go() -> None:
         host = ModelHost(Settings())
