@@ -105,6 +105,8 @@ def plan_run(settings: Settings) -> MemoryPlan:
         images="off",
         context=_text(settings.context_tokens),
         sequences=_text(settings.max_sequences),
+        device_memory=settings.device_memory,
+        host_memory=settings.host_memory,
         settings=()
         if settings.prefill_chunk_tokens is None
         else (

@@ -41,6 +41,8 @@ class Settings:
     device: str = _setting("text", "auto")
     context_tokens: int | None = _setting("int", None, low=2)
     max_sequences: int | None = _setting("int", None, low=1, high=4096)
+    device_memory: str | None = _setting("text", None)  # a size such as 14GiB: the plan's cap
+    host_memory: str | None = _setting("text", None)
     max_waiting: int = _setting("int", 256, low=1)
     prefill_chunk_tokens: int | None = _setting("int", None, low=16)
     max_output_tokens: int = _setting("int", 32_768, low=1)

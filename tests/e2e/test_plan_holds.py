@@ -9,7 +9,7 @@ import torch
 
 from agens_engine.core import FinishReason, Request, SamplingParams
 from agens_engine.engine import Engine
-from agens_engine.errors import PlanError
+from agens_engine.errors import PlanError, UsageError
 from agens_engine.memory.arena import Arena
 from agens_engine.memory.state import StatePool, unplanned
 from agens_engine.model.batch import StepBatch
@@ -117,6 +117,14 @@ def test_a_cap_that_is_too_small_is_refused_before_anything_is_loaded(monkeypatc
     monkeypatch.setenv("AGENS_PLAN_CAP_BYTES", "16MiB")
     with pytest.raises(PlanError, match="does not fit"):
         Engine.load(settings(512, 1, 64))
+
+
+def test_the_cap_flag_reaches_the_plan() -> None:
+    with pytest.raises(PlanError, match="does not fit"):
+        plan_run(Settings.build({"model": "nano", "device_memory": "16MiB"}, environ={}))
+    assert plan_run(Settings.build({"model": "nano", "device_memory": "1GiB"}, environ={})).cap_bytes == 2**30
+    with pytest.raises(UsageError, match="--device-memory"):
+        plan_run(Settings.build({"model": "nano", "device_memory": "lots"}, environ={}))
 
 
 def test_a_gpu_profile_is_refused_by_the_reference_engine() -> None:
