@@ -33,6 +33,7 @@ from agens_engine.model.batch import Group  # noqa: E402
 from agens_engine.model.bcsa import BcsaAttention  # noqa: E402
 from agens_engine.model.config import ModelConfig, parse_config  # noqa: E402
 from agens_engine.model.volundr import Volundr  # noqa: E402
+from agens_kernels.ref import attention  # noqa: E402
 from agens_kernels.ref.attention import visible_far_blocks  # noqa: E402
 
 LENGTH_STEP = 16  # rows are padded to a multiple of the KDA chunk
@@ -330,6 +331,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    attention.TILE_ELEMENTS, attention.GATHER_FACTOR = 1 << 24, 1 << 24  # rows are short: one tile, nothing gathered
     args.out.mkdir(parents=True, exist_ok=True)
 
     raw = nano_config(args.vocab_size)
