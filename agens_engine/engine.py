@@ -21,7 +21,7 @@ from agens_engine.errors import ContextLengthError, EngineStoppedError, RequestE
 from agens_engine.memory.arena import Arena
 from agens_engine.memory.state import SequenceState, StatePool, unplanned
 from agens_engine.model.batch import StepBatch
-from agens_engine.model.loading import load_model, pick_device
+from agens_engine.model.loading import check_model, load_model, pick_device
 from agens_engine.model.volundr import Volundr
 from agens_engine.model_files import model_name, resolve_model
 from agens_engine.planning import plan_run
@@ -37,6 +37,12 @@ from agens_engine.speculate.stats import DraftStats
 from agens_engine.speculate.verify import Verdict, VerifyItem, verify_batch
 
 log = logging.getLogger(__name__)
+
+# Lines for what steps take and give back; held for the engine's life. Their sizes are tested against real steps.
+WORK_SPACE = (
+    "activations.prefill", "activations.verify", "state.records", "state.ids", "sampling.scratch", "runtime.workspace",
+    "kv.tables", "host.io",
+)  # fmt: skip
 
 SOURCES: dict[str, type[DraftSource]] = {ContextCopy.name: ContextCopy}
 
@@ -68,19 +74,24 @@ class Engine:
         self.max_sequences = max_sequences
         self.device = model.model.norm.weight.device
         self.arena = arena
+        if arena is not None:
+            arena.reserve(WORK_SPACE)
+        shapes = model.state_shapes()
+        # a chunk begins at a far block's first position, so that running it again needs no rows it has replaced
+        chunk = max(1, prefill_chunk_tokens // shapes.compress) * shapes.compress
         self.pool = StatePool(
-            model.state_shapes(),
+            shapes,
             max_sequences,
             arena.claim if arena is not None else unplanned(self.device),
             context_tokens=self.context_tokens,
-            chunk_tokens=prefill_chunk_tokens,
+            chunk_tokens=chunk,
             far_resident_layers=far_resident_layers,
         )
         self.unused = UnusedTokens(self.vocab_size, unused_ids)
         self.filler = SlotFiller(sources, self.vocab_size)
         self.drafts = DraftStats()
         self.num_steps = self.num_finished = self.num_failed = self.prompt_tokens = self.generated_tokens = 0
-        self._scheduler = Scheduler(max_sequences, prefill_chunk_tokens)
+        self._scheduler = Scheduler(max_sequences, chunk)
         self._live: dict[str, LiveSequence] = {}
         self._incoming: list[LiveSequence] = []
         self._wake = threading.Condition()
@@ -98,6 +109,9 @@ class Engine:
         if unknown:
             raise UsageError(f"unknown draft source {', '.join(unknown)}; known: {', '.join(SOURCES)}")
         device = pick_device(settings.device)
+        if device.type != "cpu":
+            raise UsageError(f"--device {settings.device}: this version runs on the CPU only; use --device cpu")
+        check_model(resolve_model(settings.model))  # a broken folder is named before anything is planned for it
         plan = plan_run(settings)
         arena = Arena.of_plan(plan, device)
         model = load_model(resolve_model(settings.model), device=device, dtype=settings.dtype, adopt=arena.adopt)
@@ -157,6 +171,10 @@ class Engine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        try:
+            self.check()
+        except AssertionError as error:
+            log.error("memory is not as it should be at exit: %s", error)
         if self.arena is not None:
             log.info("%s", self.arena.summary())
 
@@ -197,7 +215,17 @@ class Engine:
                 self._accepting = False
                 left = list(self._live.values())
             for sequence in left:
-                self._finish(sequence, FinishReason.ABORT if self._failure is None else FinishReason.ERROR)
+                self._end_at_exit(sequence)
+
+    def _end_at_exit(self, sequence: LiveSequence) -> None:
+        """The loop is over: every stream gets its last event, whatever state the failure left behind."""
+        try:
+            if self._failure is None:
+                self._finish(sequence, FinishReason.ABORT)
+            else:
+                self._finish(sequence, FinishReason.ERROR, EngineStoppedError(f"the engine failed: {self._failure}"))
+        except Exception:
+            log.exception("request %s could not be ended cleanly", sequence.request_id)
 
     def _take_commands(self) -> bool:
         """Take in new requests and aborts, sleeping while there is nothing to do; False ends the loop."""

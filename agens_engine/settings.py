@@ -1,4 +1,4 @@
-"""One frozen Settings object; this file is the only reader of flags, environment variables and profile files.
+"""One frozen Settings object; this file reads flags, environment variables and [engine] of profiles.
 
 Order, strongest first: flags of the command line, AGENS_<NAME> in the environment, the [engine] table of the profile
 file, the defaults below. Each setting is one dataclass field: its name is the TOML key and, upper-cased after AGENS_,

@@ -73,8 +73,8 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q 
 elif [ ${#index[@]} -gt 0 ]; then
   say "no NVIDIA GPU found: installing $torch_pin, preferring the build of AGENS_TORCH_INDEX (minutes on first use)"
 else
-  say "no NVIDIA GPU found: installing $torch_pin for the CPU (minutes on first use;" \
-    "AGENS_TORCH_INDEX can point to a smaller CPU-only build)"
+  say "no NVIDIA GPU found: installing $torch_pin (minutes on first use; it runs on the CPU as well;" \
+    "AGENS_TORCH_INDEX can point to an index with a smaller CPU-only build)"
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 "$venv/bin/python" -m pip install --quiet "${index[@]+"${index[@]}"}" "$torch_pin"

@@ -85,10 +85,10 @@ class FakeEngine:
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
-            return {"running": len(self._running), "waiting": len(self._waiting)}
+            return {"running": len(self._running), "waiting": len(self._waiting), "memory": {"cap_bytes": 1024}}
 
     def busy(self) -> bool:
-        return any(self.stats().values())
+        return bool(self.stats()["running"] or self.stats()["waiting"])
 
     def _loop(self) -> None:
         while True:

@@ -39,12 +39,16 @@ def examine(model: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,
-        "cpu": {"name": _cpu_name(), "cores": os.cpu_count() or 1, "usable_cores": len(os.sched_getaffinity(0))},
+        "cpu": {"name": _cpu_name(), "cores": os.cpu_count() or 1, "usable_cores": _usable_cores()},
         "memory": _memory_facts(),
         "gpus": _gpu_facts(problems) if versions["torch"] else [],
         "model": {"name": model, **found},
         "problems": problems,
     }
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _version(name: str) -> str | None:

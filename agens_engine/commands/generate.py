@@ -28,10 +28,8 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None:
         return prompt
     assert prompt_file is not None
-    if prompt_file == "-":
-        return sys.stdin.read()
     try:
-        return Path(prompt_file).read_text(encoding="utf-8")
+        return sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"cannot read --prompt-file {prompt_file}: {reason}") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from agens_engine.errors import ContextLengthError, UsageError
+from agens_engine.errors import UsageError
 from agens_engine.memory.state import StatePool, unplanned
 from agens_engine.model.batch import StepBatch
 from agens_engine.model.loading import load_model, pick_device
@@ -39,11 +39,15 @@ def run_logits(
     for position, token in enumerate(ids):
         if not 0 <= token < vocab:
             raise UsageError(f"{ids_file}: id {token} at position {position} is outside the vocabulary 0..{vocab - 1}")
-    if len(ids) > loaded.config.max_positions:
-        raise ContextLengthError(len(ids), loaded.config.max_positions, param="ids")
-    logits = compute_logits(loaded, ids, chunk or DEFAULT_CHUNK_TOKENS)
-    with open(target, "wb") as file:  # np.save with a name would add .npy behind the user's back
-        np.save(file, logits)
+    limit = loaded.config.max_positions
+    if len(ids) > limit:
+        raise UsageError(f"{ids_file} has {len(ids)} ids, the model has {limit} positions; give at most {limit}")
+    try:
+        with open(target, "wb") as file:  # np.save with a name would add .npy behind the user's back
+            logits = compute_logits(loaded, ids, chunk or DEFAULT_CHUNK_TOKENS)
+            np.save(file, logits)
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be written: {error.strerror or error}") from error
     return logits.shape[0], logits.shape[1]
 
 

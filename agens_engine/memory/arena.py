@@ -1,16 +1,16 @@
 """Hands out exactly what the plan names, and counts it against the plan's lines.
 
 Every long-lived tensor is claimed by the name of its line before anything runs; asking for more than the line holds, or
-for a line the plan does not have, is refused. What a step uses and gives back (activations, logits, pending rows) is
-counted with `using`. On a CPU the same bytes are counted against the same cap as on a GPU, so all of this is testable
-without one.
+for a line the plan does not have, is refused. Work space that steps take and give back is reserved whole at start-up
+(`reserve`), the logits of a step are counted one by one (`using`). On a CPU the same bytes are counted against the same
+cap as on a GPU, so all of this is testable without one.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,6 +45,9 @@ class Arena:
     @classmethod
     def of_plan(cls, plan: MemoryPlan, device: torch.device) -> Arena:
         limits = {line.name: (line.place, line.bytes) for line in plan.lines if line.allocated}
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, plan.cap_bytes / total), device)
         return cls(limits, cap_bytes=plan.cap_bytes, device=device)
 
     def claim(self, line: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -57,6 +60,12 @@ class Arena:
         """Count a tensor that was read from a file as part of a line. Raises PlanError when the line is too small."""
         self._take(line, tensor.numel() * tensor.element_size())
         return tensor
+
+    def reserve(self, lines: Iterable[str]) -> None:
+        """Take whole lines for work space that comes and goes; lines the plan does not have need none."""
+        for line in lines:
+            if line in self.lines:
+                self._take(line, self.lines[line].planned_bytes)
 
     @contextmanager
     def using(self, line: str, num_bytes: int) -> Iterator[None]:

@@ -35,12 +35,6 @@ class StateShapes:
     index_dim: int
     num_previous_ids: int
 
-    @property
-    def recurrent_bytes(self) -> int:
-        """float32 bytes of one slot."""
-        heads, key_dim, value_dim = self.kda_state
-        return 4 * len(self.kda_layers) * (heads * key_dim * value_dim + self.conv_tail[0] * self.conv_tail[1])
-
 
 @dataclass
 class KdaRows:
@@ -85,8 +79,11 @@ class StatePool:
         self.shapes, self.num_slots = shapes, num_slots
         self.context_tokens = context_tokens
         layers = len(shapes.kda_layers)
-        self.states = claim("state.kda", (layers, num_slots, *shapes.kda_state)) if layers else torch.empty(0)
-        self.tails = claim("state.conv", (layers, num_slots, *shapes.conv_tail)) if layers else torch.empty(0)
+        if layers:
+            self.states = claim("state.kda", (layers, num_slots, *shapes.kda_state))
+            self.tails = claim("state.conv", (layers, num_slots, *shapes.conv_tail))
+        else:
+            self.states = self.tails = torch.empty((0, num_slots))
         self._storage = self._claim_kv(claim, chunk_tokens, far_resident_layers)
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -135,9 +132,8 @@ class StatePool:
         if not self._free:
             raise AgensError(f"all {self.num_slots} sequence slots are in use; wait for one to finish")
         slot = self._free.pop()
-        if self.shapes.kda_layers:
-            self.states[:, slot].zero_()
-            self.tails[:, slot].zero_()
+        self.states[:, slot].zero_()
+        self.tails[:, slot].zero_()
         return SequenceState(self, slot)
 
     def release(self, slot: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agens_engine.core import NUM_VERIFY_ROWS
 from agens_engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -270,6 +271,11 @@ def _bcsa(keys: _Keys, shapes: Shapes, mixers: tuple[str, ...]) -> BcsaConfig:
     window, compress = keys.integer("bcsa_window"), keys.integer("bcsa_compress")
     if window < compress:
         raise ConfigError(f"config.json: bcsa_window {window} is smaller than bcsa_compress {compress}")
+    if window < NUM_VERIFY_ROWS:
+        raise ConfigError(
+            f"config.json: bcsa_window {window} is smaller than a verify step of {NUM_VERIFY_ROWS} rows, so far blocks "
+            "could hold tokens that are still drafts"
+        )
     return BcsaConfig(window, compress, keys.integer("bcsa_topk"), rows // dim, dim)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from agens_engine.errors import UsageError
 from agens_engine.model.checkpoint import Checkpoint, open_checkpoint
-from agens_engine.model.config import expected_shapes, parse_config
+from agens_engine.model.config import ModelConfig, expected_shapes, parse_config
 from agens_engine.model.volundr import Volundr
 from agens_planner import classify, weight_line
 
@@ -29,12 +29,23 @@ def load_model(folder: str | Path, *, device: torch.device, dtype: str = "auto",
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype} is not available yet; this version computes in float32 (--dtype float32)")
     with open_checkpoint(folder) as checkpoint:
-        config = parse_config(checkpoint.config, {name: entry.shape for name, entry in checkpoint.tensors.items()})
-        checkpoint.verify(expected_shapes(config))
+        config = _verified_config(checkpoint)
         with torch.device("meta"):
             model = Volundr(config)
         _fill(model, checkpoint, device, DTYPES[dtype], adopt)
     return model.requires_grad_(False).eval()
+
+
+def check_model(folder: str | Path) -> None:
+    """Read all headers and account for every tensor, without loading one. Raises as load_model does."""
+    with open_checkpoint(folder) as checkpoint:
+        _verified_config(checkpoint)
+
+
+def _verified_config(checkpoint: Checkpoint) -> ModelConfig:
+    config = parse_config(checkpoint.config, {name: entry.shape for name, entry in checkpoint.tensors.items()})
+    checkpoint.verify(expected_shapes(config))
+    return config
 
 
 def plan_line(name: str) -> str:

@@ -58,11 +58,3 @@ class RequestStream:
             self._block = (words >> np.uint64(11)) * 2.0**-53
             self._block_idx = block_idx
         return self._block
-
-
-def seed_for_choice(seed: int | None, choice_idx: int) -> int | None:
-    """The seed of answer `choice_idx` of a request with n > 1: answer 0 keeps the seed, the others differ from it."""
-    if seed is None or choice_idx == 0:
-        return seed
-    entropy = (seed & ((1 << 128) - 1), choice_idx)
-    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))

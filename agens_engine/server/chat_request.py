@@ -69,7 +69,7 @@ def render_chat(chat: ChatRequest, text: ModelText) -> RenderedPrompt:
         chat.tools or None,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
-        **chat.template_kwargs,
+        chat_template_kwargs=chat.template_kwargs,
     )
 
 

@@ -51,12 +51,12 @@ class DraftStats:
                     "proposed_by_slot": [s.proposed for s in self.slots[name]],
                     "accepted_by_slot": [s.accepted for s in self.slots[name]],
                 }
-                for name, total in self.sources.items()
+                for name, total in list(self.sources.items())  # the engine's thread may add one meanwhile
             },
         }
 
     def _total(self, name: str) -> SourceCount:
         if name not in self.sources:
-            self.sources[name] = SourceCount()
             self.slots[name] = [SourceCount() for _ in range(NUM_VERIFY_ROWS - 1)]
+            self.sources[name] = SourceCount()
         return self.sources[name]

@@ -130,9 +130,14 @@ class ChatTemplate:
         variables: Mapping[str, Any],
     ) -> RenderedPrompt:
         tokenizer = self._tokenizer
-        guard = Guard(tokenizer.reserved_texts, [messages, tools, variables])
-        # Roles are ours by now (messages.py), and templates compare and paste them.
-        guarded = [{k: v if k == "role" else guard.protect(v) for k, v in m.items()} for m in messages]
+        try:
+            guard = Guard(tokenizer.reserved_texts, [messages, tools, variables])
+            # Roles are ours by now (messages.py), and templates compare and paste them.
+            guarded = [{k: v if k == "role" else guard.protect(v) for k, v in m.items()} for m in messages]
+            protected = {k: guard.protect(v) for k, v in variables.items()}
+            offered = guard.protect(list(tools)) if tools else None
+        except RecursionError:
+            raise RequestError("the request's JSON is nested too deeply; flatten it", param="messages") from None
         end_mark = ""
         if continue_final_message:
             if add_generation_prompt:
@@ -146,9 +151,9 @@ class ChatTemplate:
             text = self._templates[name].render(
                 {
                     **tokenizer.special_texts,
-                    **{k: guard.protect(v) for k, v in variables.items()},
+                    **protected,
                     "messages": guarded,
-                    "tools": guard.protect(list(tools)) if tools else None,
+                    "tools": offered,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )

@@ -1,6 +1,4 @@
-"""Who needs how many bytes: all lines of one choice on one machine. The only place where a plan's lines are assembled,
-ho needs how many bytes: all lines of one choice on one machine. The only place where a plan's lines are assembled.
-"""
+"""Who needs how many bytes: all lines of one choice on one machine. The only place where a plan's lines are assembled."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from agens_planner.sequence_lines import (
     kv_rows,
     mtp_rows,
     prefill_formula,
+    reference_sampling,
     reference_scratch,
     state_rows,
     verify_rows,
@@ -99,10 +98,11 @@ class Inventory:
         prefill = prefill_formula(shapes, choice, element, drafter=self.parts.drafter)
         if not self.accelerated:
             prefill = reference_scratch(dims, choice, prefill, choice.chunk_tokens)
-            verify = [
-                (name, place, reference_scratch(dims, choice, f, c.VERIFY_ROWS) if name == "activations.verify" else f)
-                for name, place, f in verify
-            ]
+            own = {
+                "activations.verify": lambda f: reference_scratch(dims, choice, f, c.VERIFY_ROWS),
+                "sampling.scratch": lambda f: f + reference_sampling(dims, choice),
+            }
+            verify = [(name, place, own[name](f) if name in own else f) for name, place, f in verify]
         rows = [*state_rows(dims, choice, element), *kv_rows(dims, profile, choice), *verify]
         rows.append(("activations.prefill", DEVICE, prefill))
         if self.parts.drafter and shapes.drafter:

@@ -11,7 +11,6 @@ from fractions import Fraction
 DEVICE = "device"
 HOST_PINNED = "host_pinned"
 HOST_PAGEABLE = "host_pageable"
-PLACES = (DEVICE, HOST_PINNED, HOST_PAGEABLE)
 
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -91,7 +90,10 @@ NOT_ALLOCATED = frozenset(
         "reserve.headroom",
     }
 )
+# What a plan is bound by when no line is: the model's own context, the planner's most sequences, or nothing but the wish.
 LIMIT_MODEL_CONTEXT = "limit.model_context"
+LIMIT_SEQUENCES = "limit.sequences"
+LIMIT_REQUEST = "limit.request"
 
 
 def storage_name(bits: Fraction | int | None, dtype: str) -> str:

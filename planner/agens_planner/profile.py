@@ -1,7 +1,7 @@
 """A run profile: what the plan may use and what it may choose. Read from the [plan] table of profiles/NAME.toml.
 
-Other tables of the same file ([engine]) belong to the engine's settings and are not looked at here. Strongest first:
-overrides handed in by the caller (flags), AGENS_PLAN_<KEY> in the environment, the file, the defaults below.
+The [engine] table of the same file belongs to the engine's settings and is not looked at here; any other name at the
+top of the file is a mistake. Strongest first: overrides handed in by the caller (flags), AGENS_PLAN_<KEY> in the environment, the file, the defaults below.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from agens_planner.facts import DeviceFacts
 from agens_planner.units import GIB, MIB, parse_size
 
 ENV_PREFIX = "AGENS_PLAN_"
+TABLES = frozenset({"plan", "engine"})
 _SWITCH = {"on": "on", "true": "on", "yes": "on", "1": "on", "off": "off", "false": "off", "no": "off", "0": "off"}
 
 
@@ -131,6 +132,9 @@ def load_profile(
     stray = sorted(set(document) & set(KEYS))
     if stray:
         raise PlannerInputError(f"profile {path}: {stray[0]} stands outside a table; move it under [plan]")
+    unknown = sorted(set(document) - TABLES)
+    if unknown:
+        raise PlannerInputError(f"profile {path}: unknown table or key {unknown[0]}{nearest(unknown[0], TABLES)}")
     values = _parse_all(table, f"profile {path.name}")
     given = {k: v for k, v in (overrides or {}).items() if v is not None}
     values |= _parse_all(given, "override", labels or {})

@@ -51,11 +51,11 @@ def kv_rows(dims: Dims, profile: Profile, choice: Choice) -> Iterator[Row]:
     if not dims.bcsa_layers:
         return
     layers: Factor = (dims.bcsa_layers, "BCSA layers")
-    ring = min(dims.window + choice.chunk_tokens, context + c.VERIFY_ROWS)
-    ring_text: Factor = (
-        ring,
-        f"ring positions (window {dims.window:,} + chunk {choice.chunk_tokens:,}, at most the context)",
-    )
+    # A verify step writes a block and its rows at most, a prefill step a chunk: the ring holds the longer of the two.
+    written = max(choice.chunk_tokens, dims.compress + c.VERIFY_ROWS)
+    ring = min(dims.window + written, context + c.VERIFY_ROWS)
+    what = "chunk" if written == choice.chunk_tokens else "block and verify rows"
+    ring_text: Factor = (ring, f"ring positions (window {dims.window:,} + {what} {written:,}, at most the context)")
     yield "kv.window", DEVICE, Formula.of(n, layers, ring_text, values, (element, "bytes"))
     far_size: Factor = _kv_size(choice.fp8_far, element)
     keys: Factor = (-(-context // dims.compress), "blocks")
@@ -156,6 +156,13 @@ def reference_scratch(dims: Dims, choice: Choice, base: Formula, rows: int) -> F
     tile = max(min(c.REFERENCE_TILE_VALUES, rows * scores), scores) if dims.softmax_layers else 0
     unfused = Formula.of((base.value, "bytes of fused work space"), (c.REFERENCE_COPIES, "copies (unfused)"))
     return unfused + Formula.of((tile, "scores of a tile"), (c.REFERENCE_TILE_COPIES, "copies"), (4, "bytes (fp32)"))
+
+
+def reference_sampling(dims: Dims, choice: Choice) -> Formula:
+    """What the torch sampler of a CPU needs beyond the fused one: unfused float64 sums, and the rarer rules' copies."""
+    rows, logits = (c.VERIFY_ROWS, "rows"), (dims.vocab, "logits")
+    unfused = Formula.of((choice.sequences, "sequences"), rows, logits, (c.REFERENCE_SAMPLE_BYTES, "bytes (unfused)"))
+    return unfused + Formula.of(rows, logits, (c.REFERENCE_RULE_BYTES, "bytes (one sequence's rules at a time)"))
 
 
 def _layer_scratch(dims: Dims, choice: Choice, tokens: Factor, element: int) -> Iterator[Formula]:

@@ -17,8 +17,8 @@ from tests.modelkit import CPU, fresh_logits, new_pool, random_model
 SHAPES: list[dict[str, Any]] = [
     {},
     {"mhc_streams": 0, "engram_layers": []},
-    {"bcsa_window": 4, "bcsa_compress": 4, "bcsa_topk": 1, "mhc_streams": 2},
-    {"mixer_types": ["bcsa", "attn", "bcsa", "kda"], "bcsa_window": 5, "bcsa_compress": 3, "bcsa_topk": 2},
+    {"bcsa_window": 8, "bcsa_compress": 8, "bcsa_topk": 1, "mhc_streams": 2},
+    {"mixer_types": ["bcsa", "attn", "bcsa", "kda"], "bcsa_window": 9, "bcsa_compress": 3, "bcsa_topk": 2},
     {"mixer_types": ["kda"] * 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "engram_orders": [3, 5]},
     {"num_attention_heads": 3, "num_key_value_heads": 1, "linear_conv_kernel_dim": 2, "head_dim": 8},
 ]

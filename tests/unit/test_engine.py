@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -230,6 +231,8 @@ def test_e1_e3_e4_abort_in_every_state(model: Volundr, engines: Any) -> None:
     engine.submit(Request("decoding", prompt(1, 3), GREEDY, max_tokens=200), inbox)
     inbox.wait_for_token("decoding")
     engine.submit(Request("prefilling", prompt(2, 200), GREEDY, max_tokens=5), inbox)
+    while engine.stats()["running"] < 2:
+        time.sleep(0.001)
     engine.submit(Request("queued", prompt(3, 3), GREEDY, max_tokens=5), inbox)
     engine.abort("queued")
     engine.abort("prefilling")

@@ -28,11 +28,6 @@ class UnusedTokens:
         self._tail_start = wanted[0] if wanted and wanted[0] == vocab_size - len(wanted) else None
         self._index = torch.tensor(wanted, dtype=torch.int64)
 
-    @classmethod
-    def from_start(cls, vocab_size: int, first_unused: int) -> UnusedTokens:
-        """Everything from `first_unused` on (248077 for Volundr); nothing when it lies at or past the end."""
-        return cls(vocab_size, range(first_unused, vocab_size))
-
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Write -inf over the unused ids of logits [R, V], in place."""
         if self._tail_start is not None:

@@ -34,11 +34,6 @@ def test_unused_tokens_are_ruled_out_and_nothing_else(ids):
     assert kept(rows) == [[t for t in range(5) if t not in ids]] * 2
 
 
-def test_unused_tokens_from_start():
-    assert UnusedTokens.from_start(6, 4).ids == (4, 5)
-    assert UnusedTokens.from_start(6, 6).ids == ()
-
-
 def test_unused_tokens_refuse_impossible_lists():
     with pytest.raises(ValueError, match=r"0\.\.4"):
         UnusedTokens(5, [5])

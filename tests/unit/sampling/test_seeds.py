@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agens_engine.sampling.seeds import Lane, RequestStream, seed_for_choice
+from agens_engine.sampling.seeds import Lane, RequestStream
 
 
 def test_h8_numbers_do_not_depend_on_how_they_are_asked_for():
@@ -46,10 +46,3 @@ def test_uniform_in_mean_and_range():
 @pytest.mark.parametrize("seed", [0, -5, 2**63, 2**200])
 def test_any_integer_is_a_seed(seed):
     assert RequestStream(seed).uniform(3, Lane.DRAW) == RequestStream(seed).uniform(3, Lane.DRAW)
-
-
-def test_choices_of_one_request_differ_and_repeat():
-    seeds = [seed_for_choice(11, i) for i in range(8)]
-    assert seeds[0] == 11 and len(set(seeds)) == 8
-    assert seeds == [seed_for_choice(11, i) for i in range(8)]
-    assert seed_for_choice(None, 3) is None

@@ -125,6 +125,9 @@ def test_thinking_off_makes_everything_content() -> None:
         ({"reasoning_effort": "high"}, 200),  # the template refuses it; it is an alias of xhigh
         ({"reasoning_effort": "enormous"}, 400),
         ({"reasoning_effort": 3}, 400),
+        ({"chat_template_kwargs": {"preserve_thinking": False, "anything": [1, {"a": None}]}}, 200),
+        ({"chat_template_kwargs": {"chat_template_kwargs": "x"}}, 200),
+        ({"chat_template_kwargs": {"self": 1}}, 400),
         ({"chat_template_kwargs": {"messages": []}}, 400),
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, 400),
     ],

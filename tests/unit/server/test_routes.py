@@ -98,7 +98,7 @@ def test_props_shows_limits_defaults_and_memory() -> None:
             assert body["context_length"] == engine.context_tokens == 512
             assert body["max_sequences"] == engine.max_sequences
             assert {"temperature", "top_p", "top_k"} <= body["default_sampling"].keys()
-            assert body["memory"] == engine.stats().get("memory")
+            assert body["memory"] == {"cap_bytes": 1024}
 
     in_loop(go)
 

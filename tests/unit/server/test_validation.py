@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,15 @@ import pytest
 from agens_engine.errors import RequestError
 from agens_engine.server.fields import Fields, parse_body
 from tests.serverkit import END, USER, chat, in_loop, post, running, says
+
+
+def nested(depth: int) -> Any:
+    """JSON that is well formed and deeper than a recursive walk likes."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
 
 # (case id, fields of a chat request, param of the error)
 CHAT_ERRORS: list[tuple[str, dict[str, Any], str]] = [
@@ -68,6 +78,23 @@ CHAT_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("reasoning_budget", {"reasoning_budget": 64}, "reasoning_budget"),
     ("guided_json", {"guided_json": {"type": "object"}}, "guided_json"),
     ("draft_sources", {"draft_sources": "copy"}, "draft_sources"),
+    ("kwargs_depth", {"chat_template_kwargs": {"x": nested(600)}}, "messages"),
+    (
+        "arguments_depth",
+        {
+            "messages": [
+                {"role": "user", "content": "x"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": nested(600)})}}
+                    ],
+                },
+            ]
+        },
+        "messages",
+    ),
     ("kwargs_type", {"chat_template_kwargs": []}, "chat_template_kwargs"),
     ("model_type", {"model": 5}, "model"),
 ]
