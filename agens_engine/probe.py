@@ -1,7 +1,8 @@
 """What the machine really has, read once before planning: device memory, host memory, limits of the container.
 
-Every source is a callable of `Sources`, so tests can invent any machine. No GPU is a normal answer (None), a source
-that fails is skipped and named in the log. Facts go to the planner as plain values.
+Every source is a callable of `Sources`, so tests can invent any machine. No GPU is a normal answer (None). A source
+that fails, in whatever way, is named in a warning and its fact stays unknown; nothing here ends a run. Facts go to the
+planner as plain values.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agens_planner.constants import WSL_PINNED_BYTES
 from agens_planner.facts import DeviceFacts, HostFacts
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _STABLE_BYTES = 16 * 2**20  # free memory that moves by less than this has settled
 _STABLE_READS = 3
@@ -37,6 +39,15 @@ class GpuMemory:
     display: bool = False
 
 
+def _attempt(name: str, source: Callable[[], T]) -> T | None:
+    """What the source says, or None and a warning that names it."""
+    try:
+        return source()
+    except Exception as error:  # drivers and containers fail in their own ways; a fact less is no reason to stop
+        log.warning("%s cannot be read (%s: %s); going on without it", name, type(error).__name__, error)
+        return None
+
+
 def _read_text(path: str) -> str | None:
     try:
         return Path(path).read_text(encoding="ascii", errors="replace")
@@ -45,14 +56,15 @@ def _read_text(path: str) -> str | None:
 
 
 def _read_gpu() -> GpuMemory | None:
-    return _read_nvml() or _read_torch()
+    return _attempt("GPU memory through NVML", _read_nvml) or _read_torch()
 
 
 def _read_nvml() -> GpuMemory | None:
-    """The first visible GPU through NVML: before any CUDA context exists, so the reading does not disturb itself."""
+    """CUDA's device 0 through NVML: before any CUDA context exists, so the reading does not disturb itself."""
     try:
         import pynvml
     except ImportError:
+        log.debug("no NVML: pynvml is not installed")
         return None
     try:
         pynvml.nvmlInit()
@@ -72,28 +84,44 @@ def _read_nvml() -> GpuMemory | None:
             own_bytes=_own_bytes(pynvml, handle),
             display=_display_active(pynvml, handle),
         )
-    except pynvml.NVMLError as error:
-        log.warning("the GPU driver answers NVML with an error (%s); planning without it", error)
-        return None
     finally:
         pynvml.nvmlShutdown()
 
 
 def _visible_handle(pynvml: Any) -> Any:
-    """NVML handle of the device CUDA would call 0, honouring CUDA_VISIBLE_DEVICES; None when it hides every GPU."""
+    """NVML handle of the device CUDA calls 0; None when CUDA_VISIBLE_DEVICES hides every GPU.
+
+    A UUID in CUDA_VISIBLE_DEVICES is taken as it is. A number counts in CUDA's order, NVML's in PCI order: they agree
+    with one GPU, with CUDA_DEVICE_ORDER=PCI_BUS_ID, and when all GPUs are of one model (equally fast ones stay in PCI
+    order). Otherwise CUDA itself is asked for the UUID of its device 0, which costs a context.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = "0" if visible is None else visible.split(",")[0].strip()
     if first.startswith(("GPU-", "MIG-")):
         return pynvml.nvmlDeviceGetHandleByUUID(first)
-    if not first.isdigit() or int(first) >= pynvml.nvmlDeviceGetCount():
+    count = pynvml.nvmlDeviceGetCount()
+    if not first.isdigit() or int(first) >= count:
         return None
+    if count > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        if len({pynvml.nvmlDeviceGetName(handle) for handle in handles}) > 1:
+            return pynvml.nvmlDeviceGetHandleByUUID(_cuda_uuid())
     return pynvml.nvmlDeviceGetHandleByIndex(int(first))
+
+
+def _cuda_uuid() -> str:
+    """UUID of CUDA's device 0 in NVML's spelling."""
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
 
 
 def _own_bytes(pynvml: Any, handle: Any) -> int:
     try:
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
+    except pynvml.NVMLError as error:
+        log.debug("NVML does not list processes (%s); our own use counts as others'", error)
         return 0
     return sum(int(p.usedGpuMemory or 0) for p in processes if p.pid == os.getpid())
 
@@ -101,7 +129,8 @@ def _own_bytes(pynvml: Any, handle: Any) -> int:
 def _display_active(pynvml: Any, handle: Any) -> bool:
     try:
         return bool(pynvml.nvmlDeviceGetDisplayActive(handle))
-    except pynvml.NVMLError:
+    except pynvml.NVMLError as error:
+        log.debug("NVML does not say whether a display is attached: %s", error)
         return False
 
 
@@ -151,7 +180,7 @@ def read_device(sources: Sources | None = None, *, patience_seconds: float = 10.
                       counts, with a warning
     """
     sources = sources or Sources()
-    reading = sources.gpu()
+    reading = _attempt("GPU memory", sources.gpu)
     if reading is None:
         return None
     deadline, calm = sources.clock() + patience_seconds, 1
@@ -160,7 +189,7 @@ def read_device(sources: Sources | None = None, *, patience_seconds: float = 10.
             log.warning("free GPU memory still moves after %.0f s; planning with the last reading", patience_seconds)
             break
         sources.sleep(_POLL_SECONDS)
-        following = sources.gpu()
+        following = _attempt("GPU memory", sources.gpu)
         if following is None:
             return None
         calm = calm + 1 if abs(following.free_bytes - reading.free_bytes) < _STABLE_BYTES else 1
@@ -172,15 +201,18 @@ def read_device(sources: Sources | None = None, *, patience_seconds: float = 10.
 def read_host(sources: Sources | None = None) -> HostFacts:
     """Main memory this process may still take, and how much of it can be pinned."""
     sources = sources or Sources()
-    available = sources.available()
-    for room in _cgroup_rooms(sources.read_text):
-        available = min(available, room)
-    wsl = "microsoft" in (sources.read_text("/proc/version") or "").lower()
+
+    def read_text(path: str) -> str | None:
+        return _attempt(path, lambda: sources.read_text(path))
+
+    available = _attempt("available memory", sources.available)
+    limits = [*([] if available is None else [available]), *_cgroup_rooms(read_text)]
+    wsl = "microsoft" in (read_text("/proc/version") or "").lower()
     return HostFacts(
-        available_bytes=max(0, available),
+        available_bytes=max(0, min(limits)) if limits else None,
         pinned_bytes=WSL_PINNED_BYTES if wsl else None,
         pinned_reason="WSL2" if wsl else "",
-        memlock_bytes=sources.memlock(),
+        memlock_bytes=_attempt("RLIMIT_MEMLOCK", sources.memlock),
         wsl=wsl,
     )
 

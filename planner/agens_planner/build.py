@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from agens_planner.dims import Config, check_shapes, read_dims
 from agens_planner.errors import PlannerInputError
 from agens_planner.shapes import (
-    Config,
     DrafterShapes,
     ModelShapes,
     MtpShapes,
     TensorSpec,
     VisionShapes,
     WeightGroup,
-    check_shapes,
     classify,
     group_specs,
     normalise,
-    read_dims,
 )
 
 _CODEBOOK = re.compile(r"candidate_selector\.(predecessor|successor)_codebook(\.weight)?$")
@@ -41,8 +39,8 @@ def build_model(
     raises  PlannerInputError: unknown or missing tensors, contradictory shapes
     """
     root = Config(config, f"{source}: config.json" if not hypothetical else f"shape card {name}")
-    text = root.section("text_config") or root
-    specs = {normalise(t.name): t for t in tensors}
+    text = root.text()
+    specs = {normalise(t.name): t for t in whole_tensors(tensors, source)}
     kinds = {n: classify(n) for n in specs}
     unknown = sorted(n for n, kind in kinds.items() if kind is None)
     if unknown:
@@ -67,6 +65,17 @@ def build_model(
         bits_known=bits_known,
         notes=notes,
     )
+
+
+def whole_tensors(tensors: Iterable[TensorSpec], source: str) -> Iterator[TensorSpec]:
+    """The tensors, each with at least one dimension and no empty one; raises PlannerInputError naming the first other.
+
+    No line can be planned for less, and sizes are divided by some of these.
+    """
+    for tensor in tensors:
+        if not tensor.shape or 0 in tensor.shape:
+            raise PlannerInputError(f"{source}: tensor {tensor.name} has shape {list(tensor.shape)}; it holds no rows")
+        yield tensor
 
 
 def _build_vision(root: Config, specs: list[tuple[str, TensorSpec]]) -> VisionShapes:
@@ -100,9 +109,8 @@ def build_mtp(config: Mapping[str, Any], tensors: Iterable[TensorSpec], source: 
 
     raises  PlannerInputError when fc.weight is missing or does not have the width the config names
     """
-    conf = Config(config, f"{source}: config.json")
-    conf = conf.section("text_config") or conf
-    specs = {re.sub(r"^(model\.)?mtp\.", "", t.name): t for t in tensors}
+    conf = Config(config, f"{source}: config.json").text()
+    specs = {re.sub(r"^(model\.)?mtp\.", "", t.name): t for t in whole_tensors(tensors, source)}
     hidden = conf.whole("hidden_size")
     if "fc.weight" not in specs:
         raise PlannerInputError(
@@ -113,14 +121,14 @@ def build_mtp(config: Mapping[str, Any], tensors: Iterable[TensorSpec], source: 
             f"{source}: mtp.fc.weight has shape {list(specs['fc.weight'].shape)}, not {[hidden, 2 * hidden]}"
         )
     layers = {m.group(1) for n in specs if (m := re.match(r"layers\.(\d+)\.", n))}
-    heads = conf.whole("num_attention_heads")
+    heads, kv_heads, head_dim = _head_sizes(conf, specs, hidden)
     return MtpShapes(
         layers=max(1, len(layers)),
         hidden=hidden,
         intermediate=conf.whole("intermediate_size"),
         heads=heads,
-        kv_heads=conf.whole("num_key_value_heads"),
-        head_dim=conf.whole("head_dim", hidden // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         groups=_linear_groups(specs.items()),
     )
 
@@ -133,28 +141,30 @@ def build_drafter(config: Mapping[str, Any], tensors: Iterable[TensorSpec], sour
     conf = Config(config, f"{source}: config.json")
     inner = conf.section("dflash_config") or conf
     specs = {}
-    for t in tensors:
+    for t in whole_tensors(tensors, source):
         short = t.name.removeprefix("model.")
         specs[_ALIASES.get(short, short)] = t
     if "fc.weight" not in specs:
         raise PlannerInputError(f"{source}: fc.weight is missing: not a DFlash drafter")
     hidden = conf.whole("hidden_size")
+    if len(specs["fc.weight"].shape) != 2:
+        raise PlannerInputError(f"{source}: fc.weight has shape {list(specs['fc.weight'].shape)}, not two dimensions")
     taps, rest = divmod(specs["fc.weight"].shape[1], hidden)
     if rest or not taps:
         raise PlannerInputError(
             f"{source}: fc.weight has {specs['fc.weight'].shape[1]} columns, not a multiple of hidden_size {hidden}"
         )
     layers = conf.whole("num_hidden_layers")
-    kinds = conf.list("layer_types") or ["sliding_attention"] * layers
+    kinds = conf.list("layer_types", str) or ["sliding_attention"] * layers
     full = sum(k == "full_attention" for k in kinds)
-    heads = conf.whole("num_attention_heads")
+    heads, kv_heads, head_dim = _head_sizes(conf, specs, hidden)
     return DrafterShapes(
         layers=layers,
         hidden=hidden,
         intermediate=conf.whole("intermediate_size"),
         heads=heads,
-        kv_heads=conf.whole("num_key_value_heads"),
-        head_dim=conf.whole("head_dim", hidden // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         window=conf.whole("sliding_window") if full < layers else 0,
         full_layers=full,
         taps=taps,
@@ -162,6 +172,14 @@ def build_drafter(config: Mapping[str, Any], tensors: Iterable[TensorSpec], sour
         groups=_linear_groups((n, s) for n, s in specs.items() if not _CODEBOOK.match(n)),
         codebooks=group_specs(("codebook", s) for n, s in specs.items() if _CODEBOOK.match(n)),
     )
+
+
+def _head_sizes(conf: Config, specs: Mapping[str, TensorSpec], hidden: int) -> tuple[int, int, int]:
+    """(heads, K/V heads, head dim) of a drafter; what the config leaves out follows from the first layer's tensors."""
+    norm, key = (specs.get(f"layers.0.self_attn.{part}.weight") for part in ("q_norm", "k_proj"))
+    heads = conf.whole("num_attention_heads")
+    head_dim = conf.whole("head_dim", norm.shape[0] if norm else hidden // heads)
+    return heads, conf.whole("num_key_value_heads", key.shape[0] // head_dim if key else heads), head_dim
 
 
 def _linear_groups(specs: Iterable[tuple[str, TensorSpec]]) -> tuple[WeightGroup, ...]:

@@ -15,8 +15,9 @@ from typing import Any
 
 from agens_planner.build import build_drafter, build_model, build_mtp
 from agens_planner.checkpoint import read_config
+from agens_planner.dims import Config, mixer_kinds
 from agens_planner.errors import PlannerInputError, nearest
-from agens_planner.shapes import Config, ModelShapes, TensorSpec, mixer_kinds
+from agens_planner.shapes import ModelShapes, TensorSpec
 
 CARD_NAME = "card.toml"
 
@@ -67,7 +68,7 @@ def _layer_sets(config: Mapping[str, Any]) -> dict[str, list[int]]:
         "kda": [i for i, m in enumerate(mixers) if m == "kda"],
         "softmax": [i for i, m in enumerate(mixers) if m != "kda"],
         "bcsa": [i for i, m in enumerate(mixers) if m == "bcsa"],
-        "engram": text.list("engram_layers"),
+        "engram": text.list("engram_layers", int),
     }
 
 

@@ -46,7 +46,7 @@ SELECT_TILE_QUERIES = 64  # queries whose block scores are alive at the same tim
 FAR_TILE_BYTES = 32 * MIB  # prefill streams a layer's far pool in two tiles of at most this size
 UNPACK_TILE_BYTES = 64 * MIB  # prefill unpacks low-bit matrices in tiles of at most this size
 SPLIT_KV = 16  # partial results per row in verify attention
-SPLIT_K = 17  # partial sums per output in the down projection (17 for its 17,408 inputs at 1,024 each)
+SPLIT_K = 17  # partial sums per output in the down projection
 HOT_TAG_BYTES = 8  # tag, clock bits and counters per hot-cache block
 MTP_SHORTLIST_TOKENS = 32768
 MTP_CHAIN_STEPS = 4  # steps of the MTP chain with the block drafter loaded; 7 without
@@ -56,6 +56,11 @@ VISION_TILE_PATCHES = 4096  # the vision tower runs its projections in row tiles
 REFERENCE_COPIES = 4
 REFERENCE_TILE_VALUES = 1 << 20
 REFERENCE_TILE_COPIES = 3
+# Its sampler holds 24 bytes per row and logit: scores and probabilities in fp32, their float64 copy and its running
+# sums. 16 of them are planned for every device, 8 more for each sequence here. Whole-row sorts and draft distributions
+# reach 36 bytes (measured), for one sequence at a time. tests/e2e/test_sampling_scratch.py holds it.
+REFERENCE_SAMPLE_BYTES = 8
+REFERENCE_RULE_BYTES = 16
 FP8_SCALE_BYTES = 0  # fp8 entries are e4m3 values without scales
 
 # --- 3. Forecast of speed -------------------------------------------------------------------------------------------

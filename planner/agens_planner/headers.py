@@ -46,7 +46,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             header = json.loads(file.read(length))
     except OSError as error:
         raise PlannerInputError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlannerInputError(f"{path}: the safetensors header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
         raise PlannerInputError(f"{path}: the safetensors header is not an object")
@@ -96,7 +96,7 @@ def _read_indexed(folder: Path, index_path: Path) -> dict[str, TensorHeader]:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PlannerInputError(f"{index_path}: not a safetensors index with a weight_map") from error
     shards: dict[str, dict[str, TensorHeader]] = {}
     for shard in sorted(set(weight_map.values())):

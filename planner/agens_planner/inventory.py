@@ -1,4 +1,4 @@
-"""Who needs how many bytes: all lines of one choice on one machine. The only place where a plan's lines are assembled."""
+"""Who needs how many bytes: all lines of one choice on one machine. Only here are a plan's lines assembled."""
 
 from __future__ import annotations
 

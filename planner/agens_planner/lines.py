@@ -90,7 +90,7 @@ NOT_ALLOCATED = frozenset(
         "reserve.headroom",
     }
 )
-# What a plan is bound by when no line is: the model's own context, the planner's most sequences, or nothing but the wish.
+# What ends a plan when no line does: the model's own context, the planner's most sequences, or just the request.
 LIMIT_MODEL_CONTEXT = "limit.model_context"
 LIMIT_SEQUENCES = "limit.sequences"
 LIMIT_REQUEST = "limit.request"

@@ -8,7 +8,7 @@ from agens_planner.inventory import Inventory, Parts
 from agens_planner.lines import HOST_PINNED
 from agens_planner.plan import Choice, MemoryLine, Policy
 from agens_planner.profile import Profile
-from agens_planner.shapes import ModelShapes
+from agens_planner.shapes import Dims, ModelShapes
 from agens_planner.units import format_size
 
 
@@ -31,6 +31,8 @@ def describe_policies(
         yield Policy("vision tower", place, _why(profile.vision, choice.vision_staged == generous.vision_staged))
     fixed_chunk = profile.chunk_tokens_min == profile.chunk_tokens_max
     why = "set by the profile" if fixed_chunk else _why("auto", choice.chunk_tokens == generous.chunk_tokens)
+    if any(whole_blocks(dims, n) != n for n in (profile.chunk_tokens_min, profile.chunk_tokens_max)):
+        why += f", in whole blocks of {dims.compress}"
     yield Policy("prefill chunk", f"{choice.chunk_tokens:,} tokens", why)
     if dims.bcsa_layers:
         yield Policy("far pool and block keys", _kv(choice.fp8_far, profile), _why(profile.fp8_far, not choice.fp8_far))
@@ -80,6 +82,11 @@ def plan_notes(
     if demoted:
         reason = inventory.host.pinned_reason or "profile: pinned_bytes"
         yield f"pinned memory is limited ({reason}); {', '.join(demoted)} stay pageable and are copied in steps"
+
+
+def whole_blocks(dims: Dims, tokens: int) -> int:
+    """A chunk length as whole blocks of the sparse layers: rounded down, at least one block."""
+    return max(dims.compress, tokens // dims.compress * dims.compress) if dims.bcsa_layers else tokens
 
 
 def _kv(fp8: bool, profile: Profile) -> str:

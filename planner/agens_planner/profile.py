@@ -1,7 +1,8 @@
 """A run profile: what the plan may use and what it may choose. Read from the [plan] table of profiles/NAME.toml.
 
 The [engine] table of the same file belongs to the engine's settings and is not looked at here; any other name at the
-top of the file is a mistake. Strongest first: overrides handed in by the caller (flags), AGENS_PLAN_<KEY> in the environment, the file, the defaults below.
+top of the file is a mistake. Strongest first: overrides handed in by the caller (flags), AGENS_PLAN_<KEY> in the
+environment, the file, the defaults below.
 """
 
 from __future__ import annotations

@@ -159,9 +159,11 @@ def reference_scratch(dims: Dims, choice: Choice, base: Formula, rows: int) -> F
 
 
 def reference_sampling(dims: Dims, choice: Choice) -> Formula:
-    """What the torch sampler of a CPU needs beyond the fused one: unfused float64 sums, and the rarer rules' copies."""
+    """What the torch sampler of a CPU needs beyond `sampling.scratch` elsewhere: float64 sums, the rules' copies."""
     rows, logits = (c.VERIFY_ROWS, "rows"), (dims.vocab, "logits")
-    unfused = Formula.of((choice.sequences, "sequences"), rows, logits, (c.REFERENCE_SAMPLE_BYTES, "bytes (unfused)"))
+    unfused = Formula.of(
+        (choice.sequences, "sequences"), rows, logits, (c.REFERENCE_SAMPLE_BYTES, "bytes (float64 sums)")
+    )
     return unfused + Formula.of(rows, logits, (c.REFERENCE_RULE_BYTES, "bytes (one sequence's rules at a time)"))
 
 

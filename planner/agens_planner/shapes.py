@@ -1,4 +1,4 @@
-"""What a model is made of, as the planner sees it: dimensions from its config, weights grouped by kind and shape.
+"""What a model is made of, as the planner sees it: dimensions (read by dims.py), weights grouped by kind and shape.
 
 Both a checkpoint (checkpoint.py) and a shape card (card.py) arrive here as a config and a list of TensorSpec, so what
 is tested on one holds for the other. Names and shapes: spec volundr-model.md sections 1 and 2, volundr-weights.md
@@ -10,13 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
-
-from agens_planner.errors import PlannerInputError
 
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", "model."), ("model.model.", "model."))
 # First match wins; the order puts special members before the family they live in.
@@ -223,138 +220,3 @@ def group_specs(specs: Iterable[tuple[str, TensorSpec]]) -> tuple[WeightGroup, .
         for key in keys
         for kind, shape, bits, group, zero in [key]
     )
-
-
-class Config:
-    """Checked access to config.json: every complaint names the file and the key."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def section(self, key: str) -> Config | None:
-        inner = self.values.get(key)
-        return Config(inner, f"{self.where} [{key}]") if isinstance(inner, Mapping) else None
-
-    def whole(self, key: str, default: int | None = None, low: int = 1) -> int:
-        value = self.values.get(key, default)
-        if value is None:
-            raise PlannerInputError(f"{self.where}: {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**40:
-            raise PlannerInputError(f"{self.where}: {key} must be a whole number of at least {low}, not {value!r}")
-        return value
-
-    def list(self, key: str) -> list[Any]:
-        value = self.values.get(key) or []
-        if not isinstance(value, list):
-            raise PlannerInputError(f"{self.where}: {key} must be a list, not {value!r}")
-        return value
-
-
-def mixer_kinds(text: Config) -> list[str]:
-    """The mixer of every layer: mixer_types, else layer_types (spec section 1)."""
-    layers = text.whole("num_hidden_layers")
-    mixers = text.list("mixer_types")
-    if not mixers:
-        mixers = ["kda" if kind == "linear_attention" else "bcsa" for kind in text.list("layer_types")]
-    if len(mixers) != layers:
-        raise PlannerInputError(
-            f"{text.where}: mixer_types names {len(mixers)} layers, num_hidden_layers says {layers}"
-        )
-    unknown = sorted({str(m) for m in mixers} - {"kda", "bcsa", "attn"})
-    if unknown:
-        raise PlannerInputError(f"{text.where}: unknown mixer {unknown[0]!r}; known: attn, bcsa, kda")
-    return mixers
-
-
-def read_dims(text: Config, specs: Mapping[str, TensorSpec]) -> Dims:
-    """Dimensions from the text config, indexer sizes from the tensors (they are not in the config).
-
-    raises  PlannerInputError: a missing, absurd or contradictory value
-    """
-    mixers = mixer_kinds(text)
-    kda, bcsa = mixers.count("kda"), mixers.count("bcsa")
-    softmax = len(mixers) - kda
-    heads, kv_heads = text.whole("num_attention_heads"), text.whole("num_key_value_heads")
-    if softmax and heads % kv_heads:
-        raise PlannerInputError(
-            f"{text.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    hidden = text.whole("hidden_size")
-    head_dim = text.whole("head_dim", hidden // heads)
-    index_dim = index_heads = 0
-    if bcsa:
-        first = mixers.index("bcsa")
-        index_dim = _rows(specs, f"model.layers.{first}.self_attn.idx_k.weight")
-        index_heads, rest = divmod(_rows(specs, f"model.layers.{first}.self_attn.idx_q.weight"), index_dim)
-        if rest:
-            raise PlannerInputError(
-                f"{text.where}: rows of idx_q in layer {first} are not a multiple of idx_k's {index_dim}"
-            )
-    orders = text.list("engram_orders")
-    engram_layers = len(text.list("engram_layers"))
-    if engram_layers and not orders:
-        raise PlannerInputError(f"{text.where}: engram_layers without engram_orders")
-    return Dims(
-        hidden=hidden,
-        intermediate=text.whole("intermediate_size"),
-        layers=len(mixers),
-        vocab=text.whole("vocab_size"),
-        max_context=text.whole("max_position_embeddings"),
-        kda_layers=kda,
-        bcsa_layers=bcsa,
-        attn_layers=softmax - bcsa,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        gated=bool(text.values.get("attn_output_gate", True)),
-        kda_key_heads=text.whole("linear_num_key_heads") if kda else 0,
-        kda_value_heads=text.whole("linear_num_value_heads") if kda else 0,
-        kda_key_dim=text.whole("linear_key_head_dim") if kda else 0,
-        kda_value_dim=text.whole("linear_value_head_dim") if kda else 0,
-        kda_conv=text.whole("linear_conv_kernel_dim") if kda else 0,
-        window=text.whole("bcsa_window") if bcsa else 0,
-        compress=text.whole("bcsa_compress") if bcsa else 0,
-        topk=text.whole("bcsa_topk") if bcsa else 0,
-        index_heads=index_heads,
-        index_dim=index_dim,
-        engram_layers=engram_layers,
-        engram_orders=len(orders) if engram_layers else 0,
-        engram_history=max(orders) - 1 if engram_layers else 0,
-        engram_dim=text.whole("engram_dim") if engram_layers else 0,
-        streams=max(1, text.whole("mhc_streams", 0, low=0)),
-    )
-
-
-def _rows(specs: Mapping[str, TensorSpec], name: str) -> int:
-    if name not in specs:
-        raise PlannerInputError(f"tensor {name} is missing; a bcsa layer needs it")
-    return specs[name].shape[0]
-
-
-def expected_shapes(text: Config, dims: Dims) -> dict[str, tuple[int, ...]]:
-    """Matrices whose shape follows from the config alone; a checkpoint is checked against them."""
-    d, width = dims.hidden, dims.heads * dims.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (dims.vocab, d)}
-    for i, mixer in enumerate(mixer_kinds(text)):
-        layer = f"model.layers.{i}."
-        shapes[layer + "mlp.gate_proj.weight"] = shapes[layer + "mlp.up_proj.weight"] = (dims.intermediate, d)
-        shapes[layer + "mlp.down_proj.weight"] = (d, dims.intermediate)
-        if mixer == "kda":
-            shapes[layer + "linear_attn.in_proj_qkv.weight"] = (dims.conv_channels, d)
-            shapes[layer + "linear_attn.out_proj.weight"] = (d, dims.kda_out_width)
-        else:
-            shapes[layer + "self_attn.q_proj.weight"] = (width * (2 if dims.gated else 1), d)
-            shapes[layer + "self_attn.k_proj.weight"] = (dims.kv_heads * dims.head_dim, d)
-            shapes[layer + "self_attn.o_proj.weight"] = (d, width)
-    return shapes
-
-
-def check_shapes(specs: Mapping[str, TensorSpec], text: Config, dims: Dims, where: str) -> None:
-    """raises PlannerInputError naming the first tensor that is missing or contradicts the config."""
-    for name, shape in expected_shapes(text, dims).items():
-        if name not in specs:
-            raise PlannerInputError(f"{where}: tensor {name} is missing; the config asks for it")
-        if specs[name].shape != shape:
-            raise PlannerInputError(
-                f"{where}: {name} has shape {list(specs[name].shape)}, the config asks for {list(shape)}"
-            )

@@ -21,9 +21,9 @@ from agens_planner.cost import forecast_step, roofline
 from agens_planner.errors import PlannerInputError
 from agens_planner.facts import DeviceFacts, HostFacts
 from agens_planner.inventory import Inventory, Parts, pin_within, with_snapshots
-from agens_planner.lines import DEVICE, LIMIT_MODEL_CONTEXT
+from agens_planner.lines import DEVICE, LIMIT_MODEL_CONTEXT, LIMIT_REQUEST, LIMIT_SEQUENCES
 from agens_planner.plan import Choice, MemoryLine, MemoryPlan, PlanRefused
-from agens_planner.policies import describe_policies, plan_notes
+from agens_planner.policies import describe_policies, plan_notes, whole_blocks
 from agens_planner.profile import Profile
 from agens_planner.shapes import ModelShapes
 from agens_planner.units import format_size
@@ -113,9 +113,11 @@ class _Search:
         dense = {"auto": [False, True], "on": [True], "off": [False]}[
             p.fp8_dense if fp8 and dims.attn_layers else "off"
         ]
-        chunks = [p.chunk_tokens_max]
-        while chunks[-1] > p.chunk_tokens_min:
-            chunks.append(max(chunks[-1] // 2, p.chunk_tokens_min))
+        halves = [p.chunk_tokens_max]
+        while halves[-1] > p.chunk_tokens_min:
+            halves.append(max(halves[-1] // 2, p.chunk_tokens_min))
+        # A chunk that ends inside a block cannot be taken back and tried again: whole blocks only.
+        chunks = list(dict.fromkeys(whole_blocks(dims, chunk) for chunk in halves))
         ladders = []
         for staged in places:
             steps = [(chunk, far[0], dense[0]) for chunk in chunks]
@@ -196,13 +198,21 @@ class _Search:
         return max(0, device - self.inventory.limit_bytes) + max(0, over_host), device
 
     def _binding(self, choice: Choice) -> str:
-        """The line that stops the plan from growing by one page, or by one sequence when those were searched for."""
+        """The line that stops the plan from growing by one page, or by one sequence when those were searched for.
+
+        Where more would fit no line binds: the model's context, the most sequences, or the request itself ends it.
+        """
         if self.options.sequences is None:
             larger = replace(choice, sequences=choice.sequences + 1)
+            if choice.sequences >= MAX_SEQUENCES:
+                return LIMIT_SEQUENCES
         elif choice.context_tokens >= self.max_context:
             return LIMIT_MODEL_CONTEXT
         else:
-            larger = replace(choice, context_tokens=choice.context_tokens + self.profile.page_tokens)
+            longer = min(choice.context_tokens + self.profile.page_tokens, self.max_context)
+            larger = replace(choice, context_tokens=longer)
+        if self._best(larger.context_tokens, larger.sequences) is not None:
+            return LIMIT_REQUEST
         tightest = self._smallest(larger.context_tokens, larger.sequences)
         return self._most_grown(
             replace(tightest, context_tokens=choice.context_tokens, sequences=choice.sequences), tightest

@@ -13,7 +13,8 @@ import pytest
 from agens_planner import PlannerInputError, classify, load_profile, normalise, plan, read_checkpoint, weight_line
 from agens_planner.build import build_drafter
 from agens_planner.card import read_card
-from agens_planner.headers import read_header
+from agens_planner.dims import Config, read_dims
+from agens_planner.headers import read_folder, read_header
 from agens_planner.shapes import TensorSpec
 
 Tiny = Callable[[], tuple[dict, dict]]
@@ -87,7 +88,11 @@ def test_a_drafter_with_full_layers_counts_the_whole_context() -> None:
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"intermediate_size": 32}, "gate_proj.*shape"),
         ({"linear_num_value_heads": 3}, "in_proj_qkv.*shape"),
-        ({"engram_layers": [0]}, "engram_layers without engram_orders"),
+        ({"engram_layers": [0], "engram_orders": []}, "engram_orders must be positive"),
+        ({"engram_layers": [0], "engram_orders": [0, 2]}, "engram_orders must be positive"),
+        ({"engram_layers": [0], "engram_rows": 8}, "engram_dim is missing"),
+        ({"engram_layers": [2]}, "engram_layers \\[2\\] names a layer outside 0..1"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be a whole number of at least 2"),
         ({"mixer_types": "kda"}, "mixer_types must be a list"),
     ],
 )
@@ -99,6 +104,63 @@ def test_contradictory_configs_are_one_clear_line(
     with pytest.raises(PlannerInputError, match=message) as error:
         read_checkpoint(write_checkpoint(tensors, config))
     assert "\n" not in str(error.value)
+
+
+def test_what_the_config_leaves_out_comes_from_the_tensors(golden_dir: Path, tmp_path: Path) -> None:
+    """Every fallback of agens_engine/model/config.py: the plan is the same with and without the keys."""
+    config = json.loads((golden_dir / "config.json").read_text())
+    text = config.get("text_config", config)
+    given = read_checkpoint(golden_dir, "m")
+    assert given.dims.streams > 1 and given.dims.engram_layers > 0
+    assert (text["engram_orders"], text["linear_conv_kernel_dim"]) == ([2, 3], 4)
+    for name in ("mhc_streams", "engram_dim", "engram_rows", "engram_orders", "linear_conv_kernel_dim"):
+        text.pop(name)
+    for name in ("kda_gate_rank", "bcsa_indexer_dim", "bcsa_indexer_heads"):
+        text.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("model.safetensors", "drafters"):
+        (tmp_path / name).symlink_to(golden_dir / name)
+    bare = read_checkpoint(tmp_path, "m")
+    assert bare.dims == given.dims
+    profile = load_profile("cpu")
+    assert plan(bare, profile).lines == plan(given, profile).lines
+    for name, value in (("mhc_streams", 7), ("engram_dim", 3), ("engram_rows", 5), ("bcsa_indexer_dim", 9)):
+        wrong = config | {"text_config": text | {name: value}} if "text_config" in config else config | {name: value}
+        (tmp_path / "config.json").write_text(json.dumps(wrong))
+        with pytest.raises(PlannerInputError, match=f"{name} is {value}"):
+            read_checkpoint(tmp_path)
+
+
+def test_fallbacks_agree_with_the_engine(golden_dir: Path) -> None:
+    """The engine's reading of the same bare config, size by size."""
+    from agens_engine.model.config import parse_config
+
+    config = json.loads((golden_dir / "config.json").read_text())
+    text = config.get("text_config", config)
+    for name in ("mhc_streams", "engram_dim", "engram_rows", "engram_orders", "linear_conv_kernel_dim"):
+        text.pop(name)
+    specs = {normalise(n): TensorSpec(n, h.shape) for n, h in read_folder(golden_dir).items()}
+    dims = read_dims(Config(config, "here").text(), specs)
+    engine = parse_config(config, {n: s.shape for n, s in specs.items()})
+    assert engine.kda is not None and engine.bcsa is not None and engine.engram is not None
+    assert (dims.streams, dims.kda_conv, dims.kv_heads) == (
+        engine.num_streams,
+        engine.kda.conv_kernel,
+        engine.num_kv_heads,
+    )
+    assert (dims.engram_dim, dims.engram_orders) == (engine.engram.dim, len(engine.engram.orders))
+    assert (dims.index_heads, dims.index_dim) == (engine.bcsa.indexer_heads, engine.bcsa.indexer_dim)
+
+
+def test_kv_heads_default_to_all_heads_and_text_keys_may_stand_outside(write_checkpoint: Write, tiny: Tiny) -> None:
+    tensors, config = tiny()
+    for part in "kv":
+        tensors[f"model.language_model.layers.1.self_attn.{part}_proj.weight"] = ("BF16", (8, 8))
+    config["text_config"]["num_key_value_heads"] = 2
+    given = read_checkpoint(write_checkpoint(tensors, config)).dims
+    del config["text_config"]["num_key_value_heads"]
+    config["vocab_size"] = config["text_config"].pop("vocab_size")
+    assert read_checkpoint(write_checkpoint(tensors, config)).dims == given
 
 
 def test_unknown_missing_and_double_tensors(write_checkpoint: Write, tiny: Tiny) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import xml.etree.ElementTree
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -22,7 +23,7 @@ from agens_planner import (
     plan,
 )
 from agens_planner.formula import Formula
-from agens_planner.lines import DEVICE, LINES, PLACES, describe
+from agens_planner.lines import DEVICE, HOST_PAGEABLE, HOST_PINNED, LINES, describe
 from agens_planner.svg import grouped, to_svg
 
 
@@ -61,7 +62,7 @@ def test_every_line_is_described_once_and_placed(found: MemoryPlan) -> None:
     assert len(names) == len(set(names))
     for line in found.lines:
         assert describe(line.name)
-        assert line.place in PLACES
+        assert line.place in (DEVICE, HOST_PINNED, HOST_PAGEABLE)
         assert (line.place == DEVICE) == (not line.name.startswith("host."))
 
 
@@ -157,6 +158,44 @@ def test_policies_are_given_up_in_order(shapes: ModelShapes, profile16: Profile)
             assert c.vision_staged
     assert seen == sorted(seen)
     assert len(set(seen)) >= 5  # resident, staged, two smaller chunks, fp8
+
+
+def test_a_plan_that_nothing_binds_names_no_line(shapes: ModelShapes, profile16: Profile) -> None:
+    roomy = profile16.replace(cap_bytes="80GiB")
+    asked = plan(shapes, roomy, options=PlanOptions(context_tokens=1_024, sequences=2))
+    assert asked.to_json()["binding_line"] == "limit.request"
+    assert plan(shapes, roomy, options=PlanOptions(sequences=2)).binding_line == "limit.model_context"
+    searched = plan(shapes, profile16.replace(cap_bytes="14GiB"))
+    assert searched.context_tokens < searched.max_context_tokens
+    assert searched.bytes_of(searched.binding_line) > 0
+    # the same sizes, asked for: one page more still does not fit, so the line still binds
+    again = PlanOptions(context_tokens=searched.context_tokens, drafter=True)
+    assert plan(shapes, profile16.replace(cap_bytes="14GiB"), options=again).binding_line == searched.binding_line
+
+
+def test_chunks_are_whole_blocks_of_the_sparse_layers(shapes: ModelShapes, profile16: Profile) -> None:
+    def found(least: int, most: int) -> MemoryPlan:
+        profile = profile16.replace(chunk_tokens_min=least, chunk_tokens_max=most)
+        return plan(shapes, profile, options=PlanOptions(context_tokens=4_096))
+
+    assert shapes.dims.compress == 4
+    odd = found(17, 17)
+    assert odd.choice.chunk_tokens == 16
+    reason = next(p for p in odd.policies if p.name == "prefill chunk")
+    assert (reason.value, reason.reason) == ("16 tokens", "set by the profile, in whole blocks of 4")
+    assert found(18, 1_002).choice.chunk_tokens == 1_000
+    even = next(p for p in found(16, 16).policies if p.name == "prefill chunk")
+    assert even.reason == "set by the profile"
+
+
+def test_the_ring_holds_a_verify_step_when_the_chunk_is_shorter(shapes: ModelShapes, profile16: Profile) -> None:
+    """The engine's ring is window + the longer of a chunk and (block + 8 verify rows)."""
+    wide = replace(shapes, dims=replace(shapes.dims, compress=16, window=4_096))
+    for compress, chunk, written in ((16, 16, 24), (16, 32, 32), (4, 16, 16)):
+        model = replace(wide, dims=replace(wide.dims, compress=compress))
+        profile = profile16.replace(chunk_tokens_min=chunk, chunk_tokens_max=chunk)
+        ring = plan(model, profile, options=PlanOptions(context_tokens=65_536)).bytes_of("kv.window")
+        assert ring == 17 * (4_096 + written) * 4_096, (compress, chunk)
 
 
 def test_formula_text_and_value() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
+from agens_engine import probe
 from agens_engine.probe import GpuMemory, Sources, read_device, read_host
 from agens_planner.constants import WSL_PINNED_BYTES
 from agens_planner.units import GIB, MIB
@@ -25,10 +27,12 @@ class Clock:
 
 
 def sources(
-    gpu: list[GpuMemory | None] | None = None, files: dict[str, str] | None = None, **changes: object
+    gpu: Sequence[GpuMemory | None] | Callable[[], GpuMemory | None] | None = None,
+    files: dict[str, str] | None = None,
+    **changes: object,
 ) -> Sources:
     clock = Clock()
-    readings: Iterator[GpuMemory | None] = iter(gpu or [])
+    readings: Iterator[GpuMemory | None] = iter(() if gpu is None or callable(gpu) else gpu)
     last: list[GpuMemory | None] = [None]
 
     def next_reading() -> GpuMemory | None:
@@ -36,7 +40,7 @@ def sources(
         return last[0]
 
     base = Sources(
-        gpu=next_reading,
+        gpu=gpu if callable(gpu) else next_reading,
         available=lambda: 32 * GIB,
         memlock=lambda: None,
         read_text=(files or {}).get,
@@ -69,7 +73,7 @@ def test_j6_waits_until_the_old_process_has_freed_its_memory() -> None:
 def test_j6_gives_up_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     restless = [card(8 + (i % 2)) for i in range(1000)]
     with caplog.at_level(logging.WARNING):
-        facts = read_device(sources(restless), patience_seconds=2)  # type: ignore[arg-type]
+        facts = read_device(sources(restless), patience_seconds=2)
     assert facts is not None
     assert "still moves" in caplog.text
 
@@ -119,6 +123,75 @@ def test_j12_wsl_is_recognised() -> None:
 def test_memlock_is_reported_but_does_not_limit_plain_linux() -> None:
     facts = read_host(sources(memlock=lambda: 8 * MIB, files={"/proc/version": "Linux version 6.8.0-generic"}))
     assert (facts.pinned_bytes, facts.memlock_bytes, facts.wsl) == (None, 8 * MIB, False)
+
+
+def failing(*_: object) -> NoReturn:
+    raise RuntimeError("device fell off the bus")
+
+
+def test_a_source_that_fails_is_named_and_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert read_device(sources(gpu=failing)) is None
+    assert "GPU memory cannot be read" in caplog.text and "fell off the bus" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        facts = read_host(sources(available=failing, memlock=failing, read_text=failing))
+    assert (facts.available_bytes, facts.memlock_bytes, facts.wsl) == (None, None, False)
+    for name in ("available memory", "RLIMIT_MEMLOCK", "/proc/version", "/proc/self/cgroup"):
+        assert f"{name} cannot be read" in caplog.text
+
+
+def test_a_container_limit_counts_when_the_machine_does_not_answer() -> None:
+    files = {
+        "/proc/self/cgroup": "0::/\n",
+        "/sys/fs/cgroup/memory.max": str(8 * GIB),
+        "/sys/fs/cgroup/memory.current": str(3 * GIB),
+    }
+    assert read_host(sources(available=failing, files=files)).available_bytes == 5 * GIB
+
+
+class Nvml:
+    """Cards in PCI order, as NVML counts them."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.names)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return f"{index}"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return self.names[int(handle)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "names", "handle"),
+    [
+        (None, None, ("slow",), "0"),
+        ("1", None, ("same", "same"), "1"),
+        ("1", "PCI_BUS_ID", ("slow", "fast"), "1"),
+        (None, None, ("slow", "fast"), "GPU-asked"),  # CUDA puts the fast one first, NVML does not
+        ("1,0", "FASTEST_FIRST", ("slow", "fast"), "GPU-asked"),
+        ("GPU-1234", None, ("slow", "fast"), "GPU-1234"),
+        ("", None, ("slow", "fast"), None),
+        ("2", None, ("slow", "fast"), None),
+    ],
+)
+def test_nvml_reads_the_card_that_cuda_calls_0(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, order: str | None, names: tuple[str, ...], handle: str | None
+) -> None:
+    for variable, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(probe, "_cuda_uuid", lambda: "GPU-asked")
+    assert probe._visible_handle(Nvml(*names)) == handle
 
 
 def test_this_machine_answers() -> None:

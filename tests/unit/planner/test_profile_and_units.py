@@ -111,6 +111,10 @@ def test_wrong_profile_files(tmp_path: Path) -> None:
         ("[plan", "not valid TOML"),
         ("plan = 3", "must be a table"),
         ('cap_bytes = "1GiB"', "move it under"),
+        ("[plans]\nsequences = 1", "mine.toml: unknown table or key plans; did you mean plan"),
+        ("[engin]\nport = 1", "unknown table or key engin; did you mean engine"),
+        ("[plan]\nsequences = 1\n[tools]\nx = 1", "unknown table or key tools; known: engine, plan"),
+        ("verbose = true", "unknown table or key verbose; known: engine, plan"),
         ('[plan]\ncap_bites = "1GiB"', "mine.toml: unknown key cap_bites; did you mean cap_bytes"),
         ('[plan]\ncap_bytes = "1GiBB"', "mine.toml: cap_bytes: unknown unit"),
     ):
