@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from scripts.nano.document import Document
 from scripts.nano.kinds import agent, arithmetic, chat, copying, json_docs, mixed, python_code, tools
@@ -38,11 +38,12 @@ class Mixer:
     Call `next_kind`, make the document, then `count` its tokens. Deterministic, so a shard follows from its seed.
     """
 
-    def __init__(self) -> None:
-        self.tokens = dict.fromkeys(MIX, 0)
+    def __init__(self, mix: Mapping[str, float] | None = None) -> None:
+        self.mix = MIX if mix is None else mix
+        self.tokens = dict.fromkeys(self.mix, 0)
 
     def next_kind(self) -> str:
-        return min(MIX, key=lambda kind: self.tokens[kind] / MIX[kind])
+        return min(self.mix, key=lambda kind: self.tokens[kind] / self.mix[kind])
 
     def count(self, kind: str, num_tokens: int) -> None:
         self.tokens[kind] += num_tokens

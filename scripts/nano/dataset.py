@@ -71,11 +71,11 @@ def _header_ids(tokenizer: Tokenizer) -> list[int]:
     return list(tokenizer.encode("<|agens_start|>assistant\n<|think|>", add_special_tokens=False).ids)
 
 
-def build(seed: int, num_tokens: int, split: str = "train") -> Shard:
+def build(seed: int, num_tokens: int, split: str = "train", mix: dict[str, float] | None = None) -> Shard:
     """At least num_tokens tokens of whole documents in the corpus mix, as the arrays of the module docstring."""
     sampler = Sampler(seed, split)
     tokenizer = load_tokenizer()
-    mixer = Mixer()
+    mixer = Mixer(mix)
     names = list(MIX)
     mean_tokens = dict.fromkeys(names, 120.0)  # running estimate; exact counts follow after each batch
     ids: list[np.ndarray] = []
@@ -85,7 +85,7 @@ def build(seed: int, num_tokens: int, split: str = "train") -> Shard:
     total = 0
     while total < num_tokens:
         planned: list[Document] = []
-        guess = Mixer()
+        guess = Mixer(mix)
         guess.tokens = dict(mixer.tokens)
         for _ in range(BATCH_DOCUMENTS):
             kind = guess.next_kind()
@@ -141,17 +141,29 @@ def table(shard: Shard) -> str:
     return "\n".join(rows)
 
 
+def parse_mix(text: str | None) -> dict[str, float] | None:
+    """`tools=45,chat=5` as shares; every kind must be named, since a kind that is left out is soon forgotten."""
+    if text is None:
+        return None
+    mix = {name: float(share) for name, _, share in (part.partition("=") for part in text.split(","))}
+    if mix.keys() != MIX.keys() or min(mix.values()) <= 0:
+        raise SystemExit(f"--mix must give a positive share to each of {', '.join(MIX)}")
+    return mix
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write packed training data for nano.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=16_000_000, help="how many tokens to write")
     parser.add_argument("--split", choices=("train", "heldout"), default="train")
     parser.add_argument("--workers", type=int, default=2, help="processes; the result depends on their number")
+    parser.add_argument("--mix", help="percent of tokens by kind, e.g. tools=45,arithmetic=28,... [default: corpus.MIX]")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     began = time.perf_counter()
     share = -(-args.tokens // args.workers)
-    jobs = [(args.seed * 1000 + worker, share, args.split) for worker in range(args.workers)]
+    mix = parse_mix(args.mix)
+    jobs = [(args.seed * 1000 + worker, share, args.split, mix) for worker in range(args.workers)]
     if args.workers == 1:
         shard = build(*jobs[0])
     else:

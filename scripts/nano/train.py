@@ -327,6 +327,7 @@ def main() -> None:
     parser.add_argument("--decay-share", type=float, default=0.6)
     parser.add_argument("--warmup", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--restart-data", action="store_true", help="resume the weights, begin --data from its start")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -353,6 +354,8 @@ def main() -> None:
         muon.buffers = {tuple(shape): buffer for shape, buffer in saved["muon"]}
         gen.set_state(saved["generator"])
         state = saved["state"]
+        if args.restart_data:
+            state |= {"epoch": 0, "batch": 0}
         print(f"resumed at step {state['step']}")
     count = sum(p.numel() for p in model.parameters()) + model.model.embed_tokens.weight.numel()
     print(f"{count} parameters in the exported file")
