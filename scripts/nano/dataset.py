@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_000_000, help="how many tokens to write")
     parser.add_argument("--split", choices=("train", "heldout"), default="train")
     parser.add_argument("--workers", type=int, default=2, help="processes; the result depends on their number")
-    parser.add_argument("--mix", help="percent of tokens by kind, e.g. tools=45,arithmetic=28,... [default: corpus.MIX]")
+    parser.add_argument("--mix", help="percent of tokens by kind, tools=45,chat=5,... [default: corpus.MIX]")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     began = time.perf_counter()
