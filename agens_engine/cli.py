@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from agens_engine.commands.plan import PlanCommand, plan_command
-from agens_engine.errors import AgensError
+from agens_engine.errors import AgensError, UsageError
 from agens_engine.settings import Settings
 
 app = typer.Typer(
@@ -44,6 +44,10 @@ _Thinking = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="think before answering [default: the template's]")
 ]
 _LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error")]
+_Mtp = Annotated[str | None, typer.Option("--mtp", metavar="DIR", help="MTP head; not in this version yet")]
+_Drafter = Annotated[str | None, typer.Option("--drafter", metavar="DIR", help="DFlash2; not in this version yet")]
+_Images = Annotated[str | None, typer.Option("--images", metavar="on|off", help="not in this version yet")]
+_Ranks = Annotated[int | None, typer.Option("--tp", help="tensor parallelism; not in this version yet")]
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
@@ -61,6 +65,10 @@ def serve(
     dtype: _Dtype = None,
     speculation: _Speculation = None,
     draft_sources: _Sources = None,
+    mtp: _Mtp = None,
+    drafter: _Drafter = None,
+    images: _Images = None,
+    tp: _Ranks = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
@@ -68,6 +76,7 @@ def serve(
     log_level: _LogLevel = None,
 ) -> None:
     """Serve the OpenAI-style HTTP API."""
+    _refuse_missing(mtp, drafter, images, tp)
     settings = Settings.build(
         {
             "model": model,
@@ -105,6 +114,10 @@ def chat(
     dtype: _Dtype = None,
     speculation: _Speculation = None,
     draft_sources: _Sources = None,
+    mtp: _Mtp = None,
+    drafter: _Drafter = None,
+    images: _Images = None,
+    tp: _Ranks = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
@@ -114,6 +127,7 @@ def chat(
     thinking: _Thinking = None,
 ) -> None:
     """Talk to a model in the terminal. /reset starts over, /exit leaves."""
+    _refuse_missing(mtp, drafter, images, tp)
     settings = _one_user_settings(model, profile, context, dtype, speculation, draft_sources)
     from agens_engine.commands.chat import run_chat
 
@@ -230,6 +244,15 @@ def _one_user_settings(
             "max_sequences": 1,
         }
     )
+
+
+def _refuse_missing(mtp: str | None, drafter: str | None, images: str | None, tp: int | None) -> None:
+    """Flags of the stable contract whose features are still to come; saying so beats ignoring them."""
+    asked = {"--mtp": mtp not in (None, "off"), "--drafter": drafter not in (None, "off")}
+    asked |= {"--images": images not in (None, "off"), "--tp": tp not in (None, 1)}
+    missing = [flag for flag, wanted in asked.items() if wanted]
+    if missing:
+        raise UsageError(f"{', '.join(missing)}: not in this version yet; leave it out (`agens plan` can plan for it)")
 
 
 def _given(**options: Any) -> dict[str, Any]:

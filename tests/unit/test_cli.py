@@ -104,6 +104,8 @@ def test_generate_says_when_only_thinking_came(
         (["generate", "--prompt", "a", "--profile", "no-such"], 2, "unknown profile 'no-such'"),
         (["serve", "--port", "99999"], 2, "--port must be between 0 and 65535"),
         (["serve", "--bogus"], 2, "--bogus"),
+        (["serve", "--mtp", "DIR", "--images", "on"], 2, "--mtp, --images: not in this version yet"),
+        (["chat", "--tp", "2"], 2, "--tp: not in this version yet"),
         (["bogus"], 2, "bogus"),
         (["logits", "--model", "nano"], 2, "--ids"),
         (["pull", "not a hub id"], 2, "is not a hub id"),
