@@ -105,7 +105,8 @@ _KNOWN_KEYS = frozenset(
     partial_rotary_factor mixer_types layer_types full_attention_interval linear_num_key_heads linear_num_value_heads
     linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim kda_gate_rank output_gate_type mamba_ssm_dtype
     bcsa_window bcsa_compress bcsa_topk engram_layers engram_orders engram_rows engram_dim mhc_streams
-    mhc_sinkhorn_iters bos_token_id eos_token_id pad_token_id initializer_range transformers_version""".split()
+    mhc_sinkhorn_iters text_config vision_config auto_map quantization_config bos_token_id eos_token_id pad_token_id
+    initializer_range transformers_version""".split()
 )
 _MISSING = object()
 
@@ -119,7 +120,10 @@ class _Keys:
             raise ConfigError("config.json: text_config must be an object")
         # the text keys may sit at top level; the nested ones win
         self.values: dict[str, Any] = {**raw, **text}
-        unknown = sorted(set(text) - _KNOWN_KEYS - {"vision_config", "text_config", "auto_map", "quantization_config"})
+
+    def log_unknown(self) -> None:
+        """Say which keys of the checkpoint have no effect here."""
+        unknown = sorted(self.values.keys() - _KNOWN_KEYS)
         if unknown:
             log.info("config.json: keys this engine does not use: %s", ", ".join(unknown))
 
@@ -156,6 +160,7 @@ def parse_config(raw: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
     raises   ConfigError naming the key, or both numbers of a contradiction
     """
     keys = _Keys(raw)
+    keys.log_unknown()
     mixers = _mixers(keys)
     hidden = keys.integer("hidden_size")
     heads = keys.integer("num_attention_heads")

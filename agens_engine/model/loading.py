@@ -15,6 +15,7 @@ from agens_engine.model.volundr import Volundr
 from agens_planner import classify, weight_line
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32}
+ONE_THREAD_BELOW = 512  # hidden size
 Adopt = Callable[[str, torch.Tensor], torch.Tensor]
 _HOST_LINES = {"embedding": "host.embedding", "engram_table": "host.engram_tables"}
 
@@ -33,6 +34,9 @@ def load_model(folder: str | Path, *, device: torch.device, dtype: str = "auto",
         with torch.device("meta"):
             model = Volundr(config)
         _fill(model, checkpoint, device, DTYPES[dtype], adopt)
+    if device.type == "cpu" and config.hidden_size < ONE_THREAD_BELOW:
+        # steps of a few milliseconds gain nothing from more threads, and lose much when the cores are busy elsewhere
+        torch.set_num_threads(1)
     return model.requires_grad_(False).eval()
 
 
