@@ -134,8 +134,8 @@ class FreshBatch:
         self.ids = ids.reshape(-1)
         self.positions = torch.arange(length, device=ids.device).repeat(batch)
         group = Group(slice(0, batch * length), batch, length, 0, tuple(range(batch)))
-        self.recurrent_groups = (group,)
-        self.attention_units = (group,)
+        self.recurrent_groups: tuple[Group, ...] = (group,)
+        self.attention_units: tuple[Group, ...] = (group,)
         self._num_previous, self._window, self._compress, self._shapes = num_previous, window, compress, shapes
 
     def previous_ids(self, group: Group) -> torch.Tensor:
