@@ -11,8 +11,10 @@ Sources: spec volundr-model.md section 2 (names), volundr-weights.md sections 2 
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -84,7 +86,10 @@ class FormatRow:
 
 @dataclass
 class Checkpoint:
-    """An open model folder. `tensors` are the text model's; MTP and vision tensors stand apart. Not thread-safe."""
+    """An open model folder. `tensors` are the text model's; MTP and vision tensors stand apart.
+
+    Tensors may be read from several threads at once; closing is for when none reads any more.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -92,6 +97,7 @@ class Checkpoint:
     mtp: dict[str, TensorEntry]
     vision: dict[str, TensorEntry]
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False)
+    _opening: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -121,8 +127,8 @@ class Checkpoint:
         if entry.layout is None:
             tensor = self._load(entry.parts[""])
             return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype, copy=True)
-        part = {suffix: self._load(stored) for suffix, stored in entry.parts.items()}
-        try:
+        part = self.parts(name)
+        with self.naming(name):
             return dequantize(
                 entry.layout,
                 part["weight_packed"],
@@ -131,14 +137,25 @@ class Checkpoint:
                 part.get("weight_g_idx"),
                 dtype=dtype or torch.float32,
             )
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """What is stored of a tensor, by suffix, as views of the mapped file: not to be written."""
+        return {suffix: self._load(stored) for suffix, stored in self.entry(name).parts.items()}
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """Turns a QuantFormatError into a CheckpointError that names the file and the tensor."""
+        try:
+            yield
         except QuantFormatError as e:
-            raise CheckpointError(f"{entry.file}: quantised linear {name}: {e}") from e
+            raise CheckpointError(f"{self.entry(name).file}: quantised linear {name}: {e}") from e
 
     def _load(self, stored: StoredTensor) -> Tensor:
         try:
-            handle = self._handles.get(stored.file)
-            if handle is None:
-                handle = self._handles[stored.file] = safe_open(stored.file, framework="pt")
+            with self._opening:
+                handle = self._handles.get(stored.file)
+                if handle is None:
+                    handle = self._handles[stored.file] = safe_open(stored.file, framework="pt")
             tensor: Tensor = handle.get_tensor(stored.disk_name)
         except Exception as e:  # the library raises its own type; the file passed our header check, so name it and stop
             raise CheckpointError(f"{stored.file}: tensor {stored.disk_name} cannot be read: {e}") from e

@@ -30,10 +30,9 @@ class TargetEnds:
     def of(cls, model: Volundr, num_usable: int | None = None) -> TargetEnds:
         """num_usable: None for the whole vocabulary."""
         embedding = model.model.embed_tokens.weight
-        head = embedding if model.config.tie_embeddings else model.lm_head.weight
         return cls(
             embed=lambda ids: F.embedding(ids, embedding),
             head=model.logits,
-            head_rows=lambda ids: head[ids],
+            head_rows=model.head_rows,
             num_usable=model.config.vocab_size if num_usable is None else num_usable,
         )

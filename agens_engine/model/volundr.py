@@ -23,6 +23,7 @@ from agens_engine.model.config import ModelConfig
 from agens_engine.model.engram import Engram, engram_rows
 from agens_engine.model.kda import KdaMixer
 from agens_engine.model.layers import GemmaNorm, Mlp
+from agens_engine.model.lowbit_linear import LowbitLinear
 from agens_engine.model.mhc import StreamMixer
 from agens_kernels.ref.attention import rope_tables
 
@@ -81,7 +82,7 @@ class Volundr(nn.Module):
         self.config = config
         self.model = Body(config)
         if not config.tie_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head: nn.Linear | LowbitLinear = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.on_layer: LayerHook | None = None  # called with (layer, streams [T, S, C]) after each layer
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -110,8 +111,15 @@ class Volundr(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, C] -> [R, V] float32."""
-        head = self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
-        return F.linear(hidden, head).float()
+        if self.config.tie_embeddings:
+            return F.linear(hidden, self.model.embed_tokens.weight).float()
+        return self.lm_head(hidden).float()
+
+    def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the head's matrix: ids [M] int64 -> [M, C]."""
+        if self.config.tie_embeddings:
+            return self.model.embed_tokens.weight[ids]
+        return self.lm_head.rows(ids) if isinstance(self.lm_head, LowbitLinear) else self.lm_head.weight[ids]
 
     def state_shapes(self) -> StateShapes:
         """Sizes of one sequence's memory under this model."""

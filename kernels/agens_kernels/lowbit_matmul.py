@@ -14,7 +14,8 @@ Why     at these row counts every packed byte is read once, for all rows togethe
 Ref     ref/lowbit_matmul.py     Test  tests/parity/test_lowbit_matmul.py     Compile gate  scripts/compile_kernels.py
 Unknown nothing here has run on a GPU yet. The interpreter executes the plain unpacking (_plain); compiled kernels use
         the inline one (_fast), which means the same byte by byte: a test evaluates its PTX. Tables per group compile to
-        _plain: correct, slower. fp16 tables are refused. At most 16 rows: more go to another kernel.
+        _plain: correct, slower. fp16 tables are refused. At most 16 rows: lowbit_prefill.py takes more,
+        and lowbit.py chooses.
 """
 
 from __future__ import annotations

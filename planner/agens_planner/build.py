@@ -155,8 +155,7 @@ def build_drafter(config: Mapping[str, Any], tensors: Iterable[TensorSpec], sour
             f"{source}: fc.weight has {specs['fc.weight'].shape[1]} columns, not a multiple of hidden_size {hidden}"
         )
     layers = conf.whole("num_hidden_layers")
-    kinds = conf.list("layer_types", str) or ["sliding_attention"] * layers
-    full = sum(k == "full_attention" for k in kinds)
+    full = sum(k == "full_attention" for k in _drafter_kinds(conf, layers))
     heads, kv_heads, head_dim = _head_sizes(conf, specs, hidden)
     return DrafterShapes(
         layers=layers,
@@ -172,6 +171,14 @@ def build_drafter(config: Mapping[str, Any], tensors: Iterable[TensorSpec], sour
         groups=_linear_groups((n, s) for n, s in specs.items() if not _CODEBOOK.match(n)),
         codebooks=group_specs(("codebook", s) for n, s in specs.items() if _CODEBOOK.match(n)),
     )
+
+
+def _drafter_kinds(conf: Config, layers: int) -> list[str]:
+    """layer_types; what the config leaves out slides where a window is given and used (as the engine reads it)."""
+    slides = conf.values.get("use_sliding_window") is True and conf.values.get("sliding_window") is not None
+    first = conf.whole("max_window_layers", 0, low=0)
+    kinds = ["sliding_attention" if slides and i >= first else "full_attention" for i in range(layers)]
+    return conf.list("layer_types", str) or kinds
 
 
 def _head_sizes(conf: Config, specs: Mapping[str, TensorSpec], hidden: int) -> tuple[int, int, int]:

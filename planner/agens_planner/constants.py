@@ -49,6 +49,7 @@ SPLIT_KV = 16  # partial results per row in verify attention
 SPLIT_K = 17  # partial sums per output in the down projection
 HOT_TAG_BYTES = 8  # tag, clock bits and counters per hot-cache block
 MTP_SHORTLIST_TOKENS = 32768
+DRAFT_KV_MOVE_ROWS = 48  # rows a drafter writes between two moves of its K/V window (agens_engine.model.draft_kv)
 MTP_CHAIN_STEPS = 4  # steps of the MTP chain with the block drafter loaded; 7 without
 VISION_TILE_PATCHES = 4096  # the vision tower runs its projections in row tiles of this many patches
 # On the CPU the torch references run instead of fused kernels: unfused temporaries, float64 sums, and up to three
@@ -61,6 +62,13 @@ REFERENCE_TILE_COPIES = 3
 # reach 36 bytes (measured), for one sequence at a time. tests/e2e/test_sampling_scratch.py holds it.
 REFERENCE_SAMPLE_BYTES = 8
 REFERENCE_RULE_BYTES = 16
+# A packed matrix that stays packed on the CPU is decoded and multiplied in pieces of at most so many weights (8 tiles);
+# the bytes are the most that decoding holds per weight. tests/unit/model/test_lowbit_linear.py holds both.
+REFERENCE_UNPACK_VALUES = 1 << 18
+REFERENCE_UNPACK_BYTES = 40
+# Drafters: unfused temporaries, float64 sums of the walk and its distributions over the whole vocabulary (a block
+# drafter without a selector holds 30 bytes per logit). tests/unit/test_engine_drafts.py holds it.
+REFERENCE_DRAFT_COPIES = 8
 FP8_SCALE_BYTES = 0  # fp8 entries are e4m3 values without scales
 
 # --- 3. Forecast of speed -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from agens_planner.sequence_lines import (
     kv_rows,
     mtp_rows,
     prefill_formula,
+    reference_drafting,
     reference_sampling,
     reference_scratch,
     state_rows,
@@ -22,7 +23,7 @@ from agens_planner.sequence_lines import (
     vision_rows,
 )
 from agens_planner.shapes import ModelShapes
-from agens_planner.weight_lines import tensor_count, weight_lines
+from agens_planner.weight_lines import tensor_count, unpack_formula, weight_lines
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class Inventory:
             rows += drafter_rows(shapes.drafter, dims, choice, element)
         if self.parts.mtp and shapes.mtp:
             rows += mtp_rows(shapes.mtp, dims, profile, choice)
+        if not self.accelerated:
+            rows = [
+                (name, place, reference_drafting(shapes, profile, choice, name, f) if name in _DRAFT_SCRATCH else f)
+                for name, place, f in rows
+            ]
         if self.parts.images and shapes.vision:
             rows += vision_rows(shapes.vision, profile, choice, prefill.value)
         return rows
@@ -122,6 +128,9 @@ class Inventory:
             ("host.load_buffers", HOST_PAGEABLE, Formula.of((buffers, "bytes (profile, at most all weights)"))),
             ("host.headroom", HOST_PAGEABLE, Formula.of((profile.host_headroom_bytes, "bytes (profile)"))),
         ]
+        if not self.accelerated:
+            widest = max(choice.chunk_tokens, choice.sequences * c.VERIFY_ROWS)
+            rows.append(("runtime.unpack", DEVICE, unpack_formula(self.shapes, profile, widest)))
         if self.accelerated:
             sizes = _graph_sizes(choice.sequences)
             models = 1 + self.parts.drafter + self.parts.mtp
@@ -151,6 +160,7 @@ class Inventory:
         return lines
 
 
+_DRAFT_SCRATCH = ("drafter.scratch", "mtp.scratch")
 _ORDER = {
     prefix: i
     for i, prefix in enumerate(

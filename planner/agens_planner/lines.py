@@ -20,6 +20,7 @@ LINES: dict[str, str] = {
     "runtime.cuda_context": "driver context and the kernels torch loads on first use",
     "runtime.libraries": "our compiled kernels and library workspaces",
     "runtime.workspace": "partial sums of split products, tiles of unpacked weights",
+    "runtime.unpack": "without an accelerator: a piece of a packed matrix while it is multiplied",
     "runtime.graphs": "captured graphs: one per batch size and model",
     # device: weights, read once per step
     "weights.mlp": "gate, up and down projections of every layer",
@@ -111,6 +112,11 @@ def weight_line(kind: str, bits: Fraction | int | None, dtype: str) -> str:
     Small ones are always fp32.
     """
     return f"weights.{kind}." + ("fp32" if kind == "small" else storage_name(bits, dtype))
+
+
+def packed_storage(name: str) -> bool:
+    """Whether a weight line's storage is a packed width."""
+    return name.rpartition(".")[2] not in DTYPE_NAMES.values()
 
 
 def describe(name: str) -> str:

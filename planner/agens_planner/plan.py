@@ -8,7 +8,7 @@ from typing import Any
 
 from agens_planner.errors import PlannerError, PlannerInputError, nearest
 from agens_planner.formula import Formula
-from agens_planner.lines import DEVICE, NOT_ALLOCATED
+from agens_planner.lines import DEVICE, NOT_ALLOCATED, packed_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ class MemoryPlan:
     step: StepForecast
     step_short: StepForecast
     roofline: Mapping[str, Roofline]
+    mtp_window_tokens: int = 0  # positions the MTP head sees; its context line holds them
 
     @property
     def context_tokens(self) -> int:
@@ -125,6 +126,11 @@ class MemoryPlan:
     @property
     def planned_host_bytes(self) -> int:
         return sum(line.bytes for line in self.host_lines)
+
+    @property
+    def packed_weights(self) -> bool:
+        """Whether any weight of the target stays in the low-bit layout instead of being unpacked at load."""
+        return any(x.name.startswith("weights.") and packed_storage(x.name) for x in self.device_lines)
 
     def line(self, name: str) -> MemoryLine:
         """The line of that name; raises PlannerInputError with the nearest one for an unknown name."""

@@ -101,16 +101,10 @@ def drafter_rows(drafter: DrafterShapes, dims: Dims, choice: Choice, element: in
     """The block drafter's K/V window and scratch; sized from the chosen context, not the trained one."""
     n: Factor = (choice.sequences, "sequences")
     values: Factor = (2 * drafter.kv_heads * drafter.head_dim, "K and V values")
-    window = min(choice.context_tokens, drafter.window) + drafter.block
-    context = Formula.of(
-        n,
-        (drafter.layers - drafter.full_layers, "layers"),
-        (window, "positions (window + block)"),
-        values,
-        (element, "bytes"),
-    )
+    window = _draft_kv_rows(drafter.window, drafter.block, choice)
+    context = Formula.of(n, (drafter.layers - drafter.full_layers, "layers"), window, values, (element, "bytes"))
     if drafter.full_layers:
-        full: Factor = (choice.context_tokens + drafter.block, "positions")
+        full: Factor = (choice.context_tokens + max(drafter.block, c.VERIFY_ROWS), "positions")
         context += Formula.of(n, (drafter.full_layers, "full layers"), full, values, (element, "bytes"))
     yield "drafter.context", DEVICE, context
     width = 4 * drafter.hidden + 3 * drafter.intermediate + 2 * drafter.heads * drafter.head_dim
@@ -121,10 +115,17 @@ def drafter_rows(drafter: DrafterShapes, dims: Dims, choice: Choice, element: in
     yield "drafter.scratch", DEVICE, scratch
 
 
+def _draft_kv_rows(window: int, block: int, choice: Choice) -> Factor:
+    """Rows of a drafter's K/V window: it slides by whole moves, and holds no more than the context and one block."""
+    block = max(block, c.VERIFY_ROWS)
+    rows = min(window + c.VERIFY_ROWS + block + c.DRAFT_KV_MOVE_ROWS, choice.context_tokens + block)
+    return rows, "positions (window, margin, block, room to slide; at most context and block)"
+
+
 def mtp_rows(mtp: MtpShapes, dims: Dims, profile: Profile, choice: Choice) -> Iterator[Row]:
     """The MTP head's K/V window (any window is valid: drafts never change the output) and scratch."""
     n: Factor = (choice.sequences, "sequences")
-    window: Factor = (min(choice.context_tokens, profile.mtp_context_tokens) + c.VERIFY_ROWS, "positions")
+    window = _draft_kv_rows(min(choice.context_tokens, profile.mtp_context_tokens), c.VERIFY_ROWS, choice)
     values: Factor = (2 * mtp.kv_heads * mtp.head_dim, "K and V values")
     yield "mtp.context", DEVICE, Formula.of(n, (mtp.layers, "layers"), window, values, (profile.element_bytes, "bytes"))
     width = 5 * mtp.hidden + 3 * mtp.intermediate + 3 * mtp.heads * mtp.head_dim
@@ -156,6 +157,20 @@ def reference_scratch(dims: Dims, choice: Choice, base: Formula, rows: int) -> F
     tile = max(min(c.REFERENCE_TILE_VALUES, rows * scores), scores) if dims.softmax_layers else 0
     unfused = Formula.of((base.value, "bytes of fused work space"), (c.REFERENCE_COPIES, "copies (unfused)"))
     return unfused + Formula.of((tile, "scores of a tile"), (c.REFERENCE_TILE_COPIES, "copies"), (4, "bytes (fp32)"))
+
+
+def reference_drafting(shapes: ModelShapes, profile: Profile, choice: Choice, name: str, base: Formula) -> Formula:
+    """Drafter scratch on a CPU: `base` several times, one sequence's attention, the shortlist's rows of the head."""
+    part = shapes.drafter if name == "drafter.scratch" else shapes.mtp
+    assert part is not None
+    unfused = Formula.of((base.value, "bytes of fused scratch"), (c.REFERENCE_DRAFT_COPIES, "copies (unfused)"))
+    rows = max(part.block, c.VERIFY_ROWS) if isinstance(part, DrafterShapes) else 1
+    width = part.heads * (rows * c.REFERENCE_TILE_COPIES + 2 * part.head_dim)
+    attention = Formula.of((choice.context_tokens + rows, "positions"), (width, "scores and keys"), (4, "bytes (fp32)"))
+    if isinstance(part, MtpShapes) and shapes.dims.vocab > c.MTP_SHORTLIST_TOKENS:
+        listed: Factor = (c.MTP_SHORTLIST_TOKENS, "shortlist rows of the head")
+        attention += Formula.of(listed, (part.hidden, "values"), (profile.element_bytes, "bytes"))
+    return unfused + attention
 
 
 def reference_sampling(dims: Dims, choice: Choice) -> Formula:

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -39,13 +39,17 @@ TEXT_KINDS = ("mlp", "attention", "kda", "indexer", "engram", "mhc", "small")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One logical tensor. bits None: stored unquantised; else bits per weight, with one scale per `group` columns."""
+    """One logical tensor. bits None: stored unquantised; else bits per weight, with one scale per `group` columns.
+
+    packed_bytes   its size in the device layout when its codes were looked at; 0: follows from the other fields
+    """
 
     name: str
     shape: tuple[int, ...]
     bits: Fraction | None = None
     group: int = 0
     zero_points: bool = False
+    packed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class WeightGroup:
     bits: Fraction | None = None
     group: int = 0
     zero_points: bool = False
+    packed_bytes: int = 0  # of one tensor, see TensorSpec
 
     @property
     def parameters(self) -> int:
@@ -213,10 +218,30 @@ def classify(name: str) -> str | None:
 
 def group_specs(specs: Iterable[tuple[str, TensorSpec]]) -> tuple[WeightGroup, ...]:
     """Equal (kind, shape, storage) counted together, in an order that does not depend on the input's."""
-    counts = Counter((kind, s.shape, s.bits, s.group, s.zero_points) for kind, s in specs)
-    keys = sorted(counts, key=lambda k: (k[0], k[1], k[2] or 0, k[3], k[4]))
+    counts = Counter((kind, s.shape, s.bits, s.group, s.zero_points, s.packed_bytes) for kind, s in specs)
+    keys = sorted(counts, key=lambda k: (k[0], k[1], k[2] or 0, *k[3:]))
     return tuple(
-        WeightGroup(kind, shape, counts[key], bits, group, zero)
+        WeightGroup(kind, shape, counts[key], bits, group, zero, packed)
         for key in keys
-        for kind, shape, bits, group, zero in [key]
+        for kind, shape, bits, group, zero, packed in [key]
     )
+
+
+def with_packed(shapes: ModelShapes, packed: Iterable[TensorSpec] = ()) -> ModelShapes:
+    """The shapes with these tensors of the target packed as they say, and all others, the drafters' too, unpacked."""
+    specs = [(str(classify(s.name)), s) for s in packed]
+    taken = Counter((kind, s.shape) for kind, s in specs)
+    totals: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for group in shapes.groups:
+        totals[group.kind, group.shape] += group.count
+    rest = tuple(WeightGroup(*key, count - taken[key]) for key, count in sorted(totals.items()) if count > taken[key])
+    return replace(
+        shapes,
+        groups=rest + group_specs(specs),
+        drafter=shapes.drafter and replace(shapes.drafter, groups=_unpacked(shapes.drafter.groups)),
+        mtp=shapes.mtp and replace(shapes.mtp, groups=_unpacked(shapes.mtp.groups)),
+    )
+
+
+def _unpacked(groups: Iterable[WeightGroup]) -> tuple[WeightGroup, ...]:
+    return tuple(WeightGroup(g.kind, g.shape, g.count) for g in groups)

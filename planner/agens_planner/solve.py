@@ -289,6 +289,7 @@ class _Search:
             step=step,
             step_short=short,
             roofline=roofline(step, choice, peak, drafter=self.options.drafter),
+            mtp_window_tokens=min(choice.context_tokens, profile.mtp_context_tokens),
         )
 
     def _generous(self) -> Choice:

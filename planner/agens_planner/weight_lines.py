@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from agens_planner.constants import DEFAULT_GROUP, PACK_TILE_COLUMNS, PACK_TILE_ROWS, SCALE_BYTES
+from agens_planner.constants import (
+    DEFAULT_GROUP,
+    PACK_TILE_COLUMNS,
+    PACK_TILE_ROWS,
+    REFERENCE_UNPACK_BYTES,
+    REFERENCE_UNPACK_VALUES,
+    SCALE_BYTES,
+)
 from agens_planner.formula import Factor, Formula
 from agens_planner.lines import DEVICE, HOST_PINNED, weight_line
 from agens_planner.plan import MemoryLine
@@ -50,7 +57,7 @@ def weight_lines(shapes: ModelShapes, profile: Profile, *, drafter: bool, mtp: b
 
 def stored_bits(group: WeightGroup, profile: Profile) -> Fraction | None:
     """Bits per weight on the device, or None for unpacked; the profile may know better what a container holds."""
-    if group.bits is not None and profile.weight_bits != "auto":
+    if group.bits is not None and profile.weight_bits != "auto" and not group.packed_bytes:
         return Fraction(profile.weight_bits)
     return group.bits
 
@@ -66,6 +73,8 @@ def group_formula(group: WeightGroup, bits: Fraction | None, element: int) -> Fo
     """Device bytes of a group: plain matrices, or codes padded to whole tiles plus one fp16 scale per scale group."""
     if bits is None or len(group.shape) != 2:
         return Formula.of(_count(group), (group.shape[0], ""), *_rest(group.shape), (element, "bytes"))
+    if group.packed_bytes:
+        return Formula.of(_count(group), (group.packed_bytes, "bytes in the device layout"))
     rows = _round_up(group.shape[0], PACK_TILE_ROWS)
     columns = _round_up(group.shape[1], PACK_TILE_COLUMNS)
     scale_columns = -(-columns // (group.group or DEFAULT_GROUP))
@@ -75,6 +84,20 @@ def group_formula(group: WeightGroup, bits: Fraction | None, element: int) -> Fo
     if group.zero_points:
         formula += Formula.of(_count(group), (rows, ""), (scale_columns, "zero points"), (1, "byte"))
     return formula
+
+
+def unpack_formula(shapes: ModelShapes, profile: Profile, rows: int) -> Formula:
+    """What multiplying with packed matrices takes beside them on a CPU: a decoded piece and its columns of the rows."""
+    groups = [g for g in shapes.kind(*TEXT_KINDS) if len(g.shape) == 2 and stored_bits(g, profile) is not None]
+    groups += [g for g in shapes.kind("head") if head_bits(g, profile) is not None]
+    sizes = [(_round_up(g.shape[0], PACK_TILE_ROWS), _round_up(g.shape[1], PACK_TILE_COLUMNS)) for g in groups]
+    if not sizes:
+        return Formula()
+    # reordered columns are padded group by group, so that a matrix can grow to whole tiles of its own
+    piece = min(REFERENCE_UNPACK_VALUES, max(n * 2 * k for n, k in sizes))
+    columns = min(REFERENCE_UNPACK_VALUES // PACK_TILE_ROWS, max(2 * k for _, k in sizes))
+    formula = Formula.of((piece, "weights decoded at once"), (REFERENCE_UNPACK_BYTES, "bytes"))
+    return formula + Formula.of((rows, "rows"), (columns, "of their columns"), (4, "bytes (fp32)"))
 
 
 def tensor_count(shapes: ModelShapes, *, drafter: bool, mtp: bool, images: bool) -> int:

@@ -72,24 +72,3 @@ def table_of(mask: int, bits: int, centre: int = 8) -> np.ndarray:
     """[2**bits] int8 values (code - centre) of a set in ascending order; unused entries repeat the last."""
     values = [c - centre for c in codes_of(mask)]
     return np.array(values + values[-1:] * ((1 << bits) - len(values)), np.int8)
-
-
-@cache
-def compaction(mask: int, bits: int) -> np.ndarray:
-    """[65536] uint16: four nibbles of a container -> their indices in the set, in the device layout's byte order.
-
-    Byte j of the result serves nibbles 2 j and 2 j + 1 (two neighbouring slots): bits 0-1 and 2-3 are bits 0 and 1 of
-    the two indices, bits 4 and 5 their bits 2. A half-word with a code outside the set gives 0xFFFF, more than any
-    valid result.
-    """
-    index = np.zeros(16, np.uint16)
-    index[codes_of(mask)] = np.arange(int(mask).bit_count())
-    word = np.arange(1 << 16, dtype=np.uint32)
-    result = np.zeros(1 << 16, np.uint16)
-    for nibble in range(4):
-        i = index[(word >> (4 * nibble)) & 15]
-        byte, odd = divmod(nibble, 2)
-        result |= ((i & 3) << (8 * byte + 2 * odd)) | ((i >> 2) << (8 * byte + 4 + odd))
-    outside = (_masks_of_four() & np.uint16(~mask & 0xFFFF)) != 0
-    result[outside] = 0xFFFF
-    return result

@@ -197,11 +197,20 @@ def _groups(scale_shape: tuple[int, ...], n: int, k: int, hint: int | None) -> t
 
 
 def resolve_encoding(packed: np.ndarray, layout: PackedLayout) -> Encoding:
-    """Settle an open encoding by the data: padded words leave their top bits zero, dense words use them."""
-    if layout.encoding is not None:
-        return layout.encoding
+    """Settle an open encoding by the data: padded words leave their top bits zero, dense words use them.
+
+    raises  QuantFormatError when words known to be padded use those bits: they are damaged
+    """
     used = (32 // layout.bits) * layout.bits
-    return "dense" if np.any(packed.view(np.uint32) >> np.uint32(used)) else "padded"
+    if layout.encoding == "dense" or used == 32:
+        return layout.encoding or "padded"
+    stray = packed.view(np.uint32) >> np.uint32(used)
+    if layout.encoding is None:
+        return "dense" if np.any(stray) else "padded"
+    if np.any(stray):
+        row, word = (int(i[0]) for i in np.nonzero(stray))
+        raise QuantFormatError(f"weight_packed is corrupt: row {row}, word {word} has bits set above its {used}")
+    return layout.encoding
 
 
 def dequantize(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from agens_quant.hessian import damped, inverse_factor, output_loss
@@ -138,18 +139,38 @@ def search_scales(weight: Tensor, energy: Tensor, levels: Tensor, recipe: Recipe
         low, high = -float(levels[0]) or top, float(levels[-1])
         base = torch.maximum(w.amax(2) / high, -w.amin(2) / low)
         return _stored(base, recipe)
-    symmetric = bool(torch.equal(levels, -levels.flip(0)))
-    best, best_error = _stored(base, recipe), torch.full((n, groups), float("inf"))
     smallest = 0.25 if len(levels) <= 4 else 0.4 if len(levels) <= 8 else 0.6
-    for factor in torch.linspace(smallest, 1.08, _FACTORS).tolist():
-        for sign in (1.0,) if symmetric else (1.0, -1.0):
-            scale = _stored(base * (factor * sign), recipe)
-            values = levels[nearest(w * _inverse(scale)[..., None], levels)] * scale[..., None]
-            error = ((w - values).square_() * importance).sum(2)
-            better = error < best_error
-            best = torch.where(better, scale, best)
-            best_error = torch.where(better, error, best_error)
-    return best
+    factors = torch.linspace(smallest, 1.08, _FACTORS)
+    if not torch.equal(levels, -levels.flip(0)):
+        factors = torch.cat((factors, -factors))
+    scales = _stored(base[..., None] * factors, recipe)
+    best = _scale_errors(w, importance.expand_as(w), levels, scales).argmin(2, keepdim=True)
+    return scales.gather(2, best)[..., 0]
+
+
+def _scale_errors(w: Tensor, importance: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """[N, G, F] weighted squared error of the groups w [N, G, S] rounded to nearest with each scale [N, G, F].
+
+    Sorted once, a group falls into one interval per level; prefix sums of importance times 1, w and w^2 give the error
+    of an interval without a look at its members.
+    """
+    ordered, order = w.sort(2)
+    mass = importance.gather(2, order).double()
+    moment = mass * ordered
+    sums = [F.pad(x.cumsum(2), (1, 0)) for x in (mass, moment)]
+    total = (moment * ordered).sum(2)
+    middles, count = (levels[1:] + levels[:-1]) / 2, len(levels)
+    # with a negative scale the levels run downwards: lower bounds come from the other end
+    reverse = (scales < 0)[..., None]
+    bounds = torch.where(reverse, middles.flip(0), middles) * scales[..., None]
+    values = (torch.where(reverse, levels.flip(0), levels) * scales[..., None]).double()
+    cuts = torch.searchsorted(ordered.contiguous(), bounds.flatten(2).contiguous(), right=True)
+    inside = []
+    for prefix in sums:
+        at = prefix.gather(2, cuts).unflatten(2, (-1, count - 1))
+        end = prefix[:, :, -1:, None].expand(*at.shape[:3], 1)
+        inside.append(torch.cat((at, end), 3).diff(dim=3, prepend=torch.zeros_like(end)))
+    return (total[..., None] + (values * (values * inside[0] - 2 * inside[1])).sum(3)).float()
 
 
 def _stored(scales: Tensor, recipe: Recipe) -> Tensor:

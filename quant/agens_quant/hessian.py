@@ -3,10 +3,14 @@
     loss(dW) = sum over tokens of ||dW x||^2 = trace(dW H dW^T),   H = sum of x x^T
 
 Sums run in float32 per call and float64 across calls, so a long text loses nothing.
-Source: the layer-wise objective of OBQ and GPTQ (arXiv:2210.17323).
+With gradients of the model's loss at the outputs the tokens count by what an error there does to the predictions.
+Sources: the layer-wise objective of OBQ and GPTQ (arXiv:2210.17323); weights from gradients, GuidedQuant
+(arXiv:2505.07004).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +34,68 @@ class InputStatistics:
     def hessian(self) -> Tensor:
         """[K, K] float32 mean of x x^T."""
         return (self._sum / max(1, self.num_tokens)).float()
+
+
+@dataclass
+class WeightedStatistics:
+    """Sums over the calibration tokens for one linear [N, K], with s the mean squared gradient of a token's outputs.
+
+    weighted, plain        [K, K] of s x x^T and of x x^T
+    squares                [N] of each output's gradient
+    weights, weights_squared   of s and s^2: few tokens may carry most of the weight
+    """
+
+    weighted: Tensor
+    plain: Tensor
+    squares: Tensor
+    weights: float = 0.0
+    weights_squared: float = 0.0
+    num_tokens: int = 0
+    num_gradients: int = 0
+    unseen: bool = False  # no gradient will come: every token counts the same
+
+    @staticmethod
+    def of(n: int, k: int, unseen: bool) -> WeightedStatistics:
+        return WeightedStatistics(torch.zeros(k, k), torch.zeros(k, k), torch.zeros(n), unseen=unseen)
+
+    def add_inputs(self, x: Tensor) -> None:
+        """x [T, K]."""
+        self.plain += x.T @ x
+        self.num_tokens += x.shape[0]
+
+    def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
+        """The gradients [T, N] that came back for inputs x."""
+        square = gradient.square()
+        s = square.mean(1, keepdim=True)
+        self.squares += square.sum(0)
+        self.weighted += (x * s).T @ x
+        self.num_gradients += x.shape[0]
+        self.weights += float(s.sum())
+        self.weights_squared += float(s.square().sum())
+
+    def moments(self) -> Tensor:
+        """[K, K] mean of s x x^T, shrunk towards mean(s) mean(x x^T).
+
+        One label is drawn per token, so s is heavy-tailed and its mean over `effective` tokens only. Where those are
+        few for K columns, compensation would fit them alone and report no damage at all; the plain moments, from all
+        tokens, then take over.
+        """
+        plain = self.plain / max(1, self.num_tokens)
+        if self.unseen:
+            return plain
+        # without its gradients a linear would look free to damage
+        assert self.num_gradients == self.num_tokens, (self.num_gradients, self.num_tokens)
+        if self.weights_squared == 0:
+            return torch.zeros_like(plain)
+        k = plain.shape[0]
+        effective = self.weights**2 / self.weights_squared
+        share = k / (k + effective)
+        return (1 - share) * self.weighted / self.num_tokens + share * (self.weights / self.num_tokens) * plain
+
+    def importance(self) -> Tensor:
+        """[N] of each output, mean 1."""
+        mean = float(self.squares.mean())
+        return self.squares / mean if mean > 0 else torch.ones_like(self.squares)
 
 
 def damped(hessian: Tensor, share: float) -> Tensor:

@@ -5,6 +5,8 @@ Codes here are [N, Kp] uint8 in plain column order, one a byte; N is padded insi
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from agens_quant.compressed_tensors import QuantFormatError
@@ -94,17 +96,28 @@ def fit_scales(scales: np.ndarray) -> tuple[ScaleType, int]:
     fp16 when some power of two brings all of them onto fp16 values (bfloat16 scales within 2**30 of each other
     always), else fp32 with e = 0.
     """
-    mantissa, exponent = np.frexp(scales[scales != 0])
-    if mantissa.size == 0:
+    size = np.abs(scales)
+    largest = float(size.max(initial=0.0))
+    if largest == 0.0:
         return "float16", 0
-    digits = np.abs(mantissa * 2.0**11)  # an fp16 number has 11 significant bits
-    top = int(exponent.max()) - 1  # 2**top <= largest scale < 2**(top + 1)
-    # Values near 1 are left alone, so that the usual scale reads as itself.
-    choice = 0 if top <= MAX_EXPONENT and int(exponent.min()) - 11 >= MIN_EXPONENT else top - MAX_EXPONENT
-    lowest = np.frexp(np.abs(scales[scales != 0]))[1] - 11 - choice
-    dropped = np.maximum(MIN_EXPONENT - lowest, 0)  # bits lost to a subnormal
-    exact = np.all(np.ldexp(digits, -dropped) == np.floor(np.ldexp(digits, -dropped)))
-    return ("float16", choice) if exact else ("float32", 0)
+    top = math.frexp(largest)[1] - 1  # 2**top <= largest scale < 2**(top + 1)
+    smallest = float(size.min())
+    if smallest == 0.0:
+        smallest = float(size[size > 0].min())
+    # Values near 1 are left alone, so that the usual scale reads as itself; an fp16 number has 11 significant bits.
+    usual = top <= MAX_EXPONENT and math.frexp(smallest)[1] - 11 >= MIN_EXPONENT
+    choice = 0 if usual else top - MAX_EXPONENT
+    stored = _stored(scales, "float16", choice).astype(np.float32)
+    return (
+        ("float16", choice)
+        if np.array_equal(np.ldexp(stored, choice) if choice else stored, scales)
+        else ("float32", 0)
+    )
+
+
+def _stored(scales: np.ndarray, scale_type: ScaleType, exponent: int) -> np.ndarray:
+    with np.errstate(over="ignore", under="ignore"):  # what does not fit is found by comparing
+        return (np.ldexp(scales, -exponent) if exponent else scales).astype(scale_type)
 
 
 def assemble(
@@ -155,7 +168,7 @@ def assemble(
 
 def write_scales(out: PackedTensor, scales: np.ndarray) -> None:
     """Store float32 [N, groups] scales, divided by the tensor's power of two."""
-    stored = np.ldexp(scales, -out.exponent).astype(out.format.scale_type)
+    stored = _stored(scales, out.format.scale_type, out.exponent)
     out.section("scales")[...] = to_groups(stored, out.format.group_size, out.padded_columns)
 
 

@@ -3,8 +3,8 @@
     parts of one linear ──► scales, zero points by device group ──► set of codes ──► blocks of 128 rows ──► PackedTensor
                               (groups of any size, g_idx)            2, 3 or 4 bits    on all cores
 
-Two ways through a block: 4-bit containers whose columns stay in order go from packed words to packed planes by table
-look-ups and copies (fast); everything else unpacks its codes first (plain). Both are tested against pack.py.
+Two ways through a block: 4-bit containers whose columns stay in order go from packed words to packed planes by copies
+and logic on whole words (fast); everything else unpacks its codes first (plain). Both are tested against pack.py.
 Scratch is a few hundred KiB a thread, whatever the tensor's size; the result is one blob, or the caller's buffer.
 """
 
@@ -15,12 +15,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agens_quant import code_sets, pack
+from agens_quant import bit_planes, code_sets, pack
 from agens_quant.columns import ColumnPlan, plan_columns
 from agens_quant.compressed_tensors import (
     Encoding,
@@ -41,7 +42,7 @@ from agens_quant.format import (
     empty_blob,
 )
 
-_FAST_TILES = 8  # column tiles of a row block handled at once: 128 KiB of container, inside a core's cache
+_FAST_TILES = 24  # column tiles of a row block handled at once: 384 KiB of container; fewer cost more calls than cache
 Allocate = Callable[[int], np.ndarray]
 
 
@@ -80,7 +81,8 @@ def repack_tensor(
     workers   threads; None is one a core. The result does not depend on it
     allocate  gives the blob's uint8 buffer for a number of bytes (an arena's, say)
     returns   a tensor whose dequantize() equals compressed_tensors.dequantize() bit for bit
-    raises    QuantFormatError: wrong dtypes or shapes, scales that are not finite, 8-bit codes with over 16 values
+    raises    QuantFormatError: wrong dtypes or shapes, scales that are not finite;
+              NotPackableError: 8-bit codes with over 16 values
     """
     source = _read(layout, parts)
     bits, mask, masks = _find_set(source)
@@ -103,6 +105,22 @@ def repack_tensor(
     return _pack_by_mask(source, mask, allocate, workers)
 
 
+def device_format(layout: PackedLayout, parts: Mapping[str, Tensor]) -> tuple[DeviceFormat, int]:
+    """What repack_tensor would make of these parts, (format, padded columns), without making it; raises the same.
+
+    An ordinary 4-bit tensor is known from a few rows; a narrower one is read once.
+    """
+    source = _read(layout, parts)
+    bits, mask, masks = _find_set(source)
+    kind: Table = "group" if masks is not None else "int8"
+    if masks is None and layout.bits != 8:
+        if source.whole_words and bits < 4:
+            mask = code_sets.tensor_mask(source.words)  # it was a guess from a sample
+        bits = min(code_sets.choose_bits(mask), layout.bits)
+        kind = "none" if bits == 4 else "int8"
+    return _format_of(source, bits, kind)[0], source.columns.padded_columns
+
+
 def repack_stream(
     sources: Iterable[tuple[str, PackedLayout, Callable[[], Mapping[str, Tensor]]]],
     *,
@@ -120,6 +138,10 @@ def repack_stream(
         except QuantFormatError as e:
             raise QuantFormatError(f"{name}: {e}") from e
         yield name, packed
+
+
+class NotPackableError(QuantFormatError):
+    """A sound tensor that the device layout cannot hold; it has to be kept some other way."""
 
 
 class _CodeOutsideSetError(Exception):
@@ -151,6 +173,8 @@ def _read(layout: PackedLayout, parts: Mapping[str, Tensor]) -> _Source:
 
 def _by_device_group(per_group: np.ndarray, columns: ColumnPlan) -> np.ndarray:
     """[N, G] -> [N, Kp / group], zero where a device group has no source."""
+    if np.array_equal(columns.group_of, np.arange(per_group.shape[1])):
+        return per_group
     taken = np.ascontiguousarray(per_group[:, np.maximum(columns.group_of, 0)])
     taken[:, columns.group_of < 0] = 0
     return taken
@@ -201,7 +225,7 @@ def _distinct(source: _Source) -> list[int]:
     for rows in _row_blocks(source):
         found.update(np.unique(_codes(source, rows)).tolist())
         if len(found) > 16:
-            raise QuantFormatError(
+            raise NotPackableError(
                 f"8-bit codes with {len(found)} or more distinct values; the device layout holds 16, keep it as it is"
             )
     return sorted(found)
@@ -232,6 +256,14 @@ class _Blocks:
         """Sections beside codes, scales and zeros."""
 
 
+def _format_of(source: _Source, bits: int, table_kind: Table) -> tuple[DeviceFormat, int]:
+    """The format and the exponent of the scales."""
+    columns = source.columns
+    scale_type, exponent = pack.fit_scales(source.scales)
+    zeros, reordered = source.zeros is not None, columns.sources is not None
+    return DeviceFormat(bits, columns.group_size, table_kind, scale_type, zeros, reordered), exponent
+
+
 def _pack(
     source: _Source,
     bits: int,
@@ -242,10 +274,7 @@ def _pack(
     table: np.ndarray | None = None,
 ) -> PackedTensor:
     layout, columns = source.layout, source.columns
-    scale_type, exponent = pack.fit_scales(source.scales)
-    fmt = DeviceFormat(
-        bits, columns.group_size, table_kind, scale_type, source.zeros is not None, columns.sources is not None
-    )
+    fmt, exponent = _format_of(source, bits, table_kind)
     n, kp = layout.out_features, columns.padded_columns
     out = PackedTensor((n, layout.in_features), kp, fmt, exponent, allocate(fmt.nbytes(n, kp)))
     codes = out.section("codes")
@@ -329,62 +358,56 @@ class _FastBlocks(_Blocks):
     """
 
     def __init__(self, source: _Source, bits: int, mask: int) -> None:
-        self.words, self.bits = source.words, bits
+        self.words = source.words
         self.column_tiles = source.columns.padded_columns // TILE_COLUMNS
         filler = 8 if bits == 4 else code_sets.codes_of(mask)[0]
         self.filler = np.uint32(filler * 0x11111111)
-        self.compaction = None if bits == 4 else code_sets.compaction(mask, bits)
+        self.circuit = None if bits == 4 else bit_planes.circuit_of(mask, bits)
         self.local = threading.local()
 
     def write(self, rows: slice, target: np.ndarray) -> None:
-        step = min(_FAST_TILES, self.column_tiles)
-        scratch, indices, _ = self._scratch(step)
+        step = self._step()
         for first in range(0, self.column_tiles, step):
             tiles = min(step, self.column_tiles - first)
             out = target[first : first + tiles]
-            planes = out if self.compaction is None else scratch[:tiles]
-            half_rows = planes.reshape(tiles, 4, TILE_ROWS, 32).view("V32")[..., 0]
-            np.copyto(half_rows, self._half_rows(rows, first, tiles).transpose(1, 2, 0))
-            if self.compaction is None:
-                np.bitwise_xor(planes, np.uint8(0x88), out=planes)
+            if self.circuit is None:
+                self._gather(rows, first, tiles, out, halves_first=False)
+                words = out.view(np.uint64)
+                np.bitwise_xor(words, np.uint64(0x8888888888888888), out=words)
                 continue
-            np.take(self.compaction, planes.view(np.uint16), out=indices[:tiles], mode="clip")
-            if int(indices[:tiles].max()) == 0xFFFF:
+            registers = self._registers(tiles, bit_planes.scratch_registers(self.circuit))
+            self._gather(rows, first, tiles, registers[:4], halves_first=True)
+            if not bit_planes.compact(registers, self.circuit, out.view(np.uint64).reshape(tiles, -1, 512)):
                 raise _CodeOutsideSetError
-            self._merge(out, indices[:tiles].view(np.uint64).reshape(tiles, 2, 2, -1))
 
-    def _scratch(self, tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Buffers kept by each thread: fresh pages for every block would cost as much as the work itself."""
-        if not hasattr(self.local, "buffers"):
-            half_rows = np.empty((tiles, TILE_ROWS * 128), np.uint8)
-            indices = np.empty((tiles, TILE_ROWS * 64), np.uint16)
-            self.local.buffers = (half_rows, indices, np.empty((tiles, TILE_ROWS * 16), np.uint64))
-        buffers: tuple[np.ndarray, np.ndarray, np.ndarray] = self.local.buffers
-        return buffers
+    def _step(self) -> int:
+        """Column tiles at once: at most _FAST_TILES, in blocks of nearly equal size."""
+        return -(-self.column_tiles // -(-self.column_tiles // _FAST_TILES))
 
-    def _half_rows(self, rows: slice, first: int, tiles: int) -> np.ndarray:
-        """[128, tiles, 4] pieces of 32 bytes (64 columns) of the container, a valid code in the padding."""
+    def _registers(self, tiles: int, count: int) -> np.ndarray:
+        """[count, tiles, 512] uint64, kept by each thread: fresh pages would cost as much as the work."""
+        if not hasattr(self.local, "buffer"):
+            self.local.buffer = np.empty(count * self._step() * 512, np.uint64)
+        buffer: np.ndarray = self.local.buffer
+        return buffer[: count * tiles * 512].reshape(count, tiles, 512)
+
+    def _gather(self, rows: slice, first: int, tiles: int, out: np.ndarray, *, halves_first: bool) -> None:
+        """Half-rows of 32 bytes (64 columns) to [tile, half, row] or [half, tile, row], a valid code in the padding."""
         begin, end = first * (TILE_COLUMNS // 8), (first + tiles) * (TILE_COLUMNS // 8)
-        taken = self.words[rows, begin:end]
-        if taken.shape != (TILE_ROWS, end - begin):
+        width = self.words.shape[1]
+        if rows.stop - rows.start == TILE_ROWS and end <= width and width % 8 == 0:
+            half_rows = self.words[rows].reshape(-1)[begin:].view("V32")
+        else:
+            taken = self.words[rows, begin:end]
             whole = np.full((TILE_ROWS, end - begin), self.filler)
             whole[: taken.shape[0], : taken.shape[1]] = taken
-            taken = whole
-        return taken.view("V32").reshape(TILE_ROWS, tiles, 4)
+            half_rows, width = whole.reshape(-1).view("V32"), end - begin
+        # "clip" because the checking mode would go through another buffer; the index is in range by construction
+        np.take(half_rows, _gather_index(width // 8, tiles, halves_first), out=out.reshape(-1).view("V32"), mode="clip")
 
-    def _merge(self, out: np.ndarray, indices: np.ndarray) -> None:
-        """indices [tiles, slab, half, 128 rows * 32 bytes as uint64] in the byte form of code_sets.compaction."""
-        low = out[:, : TILE_ROWS * 64].view(np.uint64).reshape(indices.shape[0], 2, -1)
-        if self.bits == 3:
-            top = self._scratch(0)[2][: indices.shape[0]].reshape(indices.shape)
-            np.right_shift(indices, np.uint64(4), out=top)
-            top &= np.uint64(0x0303030303030303)
-            third = out[:, TILE_ROWS * 64 :].view(np.uint64)
-            upper = top[:, 1]
-            upper <<= np.uint64(2)
-            upper |= top[:, 0]
-            np.left_shift(upper[:, 1], np.uint64(4), out=third)
-            third |= upper[:, 0]
-            indices &= np.uint64(0x0F0F0F0F0F0F0F0F)
-        np.left_shift(indices[:, :, 1], np.uint64(4), out=low)
-        low |= indices[:, :, 0]
+
+@cache
+def _gather_index(row: int, tiles: int, halves_first: bool) -> np.ndarray:
+    """Where the half-rows of a block lie, `row` of them in a row of the source, in the order they are wanted."""
+    order = np.arange(TILE_ROWS) * row + np.arange(tiles)[:, None, None] * 4 + np.arange(4)[:, None]
+    return (order.transpose(1, 0, 2) if halves_first else order).reshape(-1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -18,6 +16,7 @@ from agens_engine.model.volundr import Volundr
 from agens_engine.model_files import resolve_model
 from agens_engine.planning import plan_run
 from agens_engine.settings import Settings
+from tests.memorykit import peak_bytes
 from tests.modelkit import CPU
 from tests.unit.test_engine import Inbox
 
@@ -58,19 +57,6 @@ def test_a_full_session_stays_inside_every_line() -> None:
     held = {name: use for name, use in engine.arena.lines.items() if name.startswith(("weights.", "kv.", "state.k"))}
     unclaimed = {"kv.tables"}  # contiguous storage needs no page tables yet
     assert all(use.used_bytes == use.planned_bytes for name, use in held.items() if name not in unclaimed), held
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Most bytes that `work` held at once, from torch's own allocation events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    assert profile.profiler is not None
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = top = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        top = max(top, live)
-    return top
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from agens_engine.sampling.rules.unused_tokens import UnusedTokens
 from agens_engine.sampling.sampler import SequenceSampler
 from agens_engine.settings import Settings
 from agens_engine.speculate.verify import Verdict, VerifyItem, verify_batch
-from tests.e2e.test_plan_holds import peak_bytes
+from tests.memorykit import peak_bytes
 
 VOCAB, ROWS = 768, 8  # the nano vocabulary; an anchor and 7 drafts
 

@@ -32,24 +32,26 @@ def pair_scores(
 
 
 def choose(
-    scores: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
+    scores: torch.Tensor, temperature: torch.Tensor | None, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose one candidate per row.
 
     scores        [B, k]
-    temperature   [B] float32; 0 is greedy, other values are raised to at least 1e-5
+    temperature   [B] float32; 0 is greedy, other values are raised to at least 1e-5; None: all greedy
     uniforms      [B] float64 in [0, 1); not read by greedy rows
     returns       index [B] int64 and q [B, k] float32, the distribution the index was drawn from (one-hot when greedy)
     """
-    greedy = temperature <= 0
     best = scores.argmax(-1)
+    one_hot = torch.zeros_like(scores).scatter_(-1, best.unsqueeze(-1), 1.0)
+    if temperature is None:
+        return best, one_hot
+    greedy = temperature <= 0
     q = (scores / temperature.clamp_min(MIN_TEMPERATURE).unsqueeze(-1)).softmax(-1)
     cumulative = q.double().cumsum(-1)
     # the rounded sum of q is not quite 1, and a candidate of probability 0 must never be drawn
     total = cumulative[:, -1]
     target = torch.minimum(uniforms.double() * total, torch.nextafter(total, torch.zeros_like(total)))
     drawn = (cumulative <= target.unsqueeze(-1)).sum(-1).clamp_max(scores.shape[-1] - 1)
-    one_hot = torch.zeros_like(q).scatter_(-1, best.unsqueeze(-1), 1.0)
     return torch.where(greedy, best, drawn), torch.where(greedy.unsqueeze(-1), one_hot, q)
 
 
@@ -61,7 +63,7 @@ def walk(
     *,
     predecessor: torch.Tensor,
     first_slot: torch.Tensor,
-    temperature: torch.Tensor,
+    temperature: torch.Tensor | None,
     uniforms: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk slots first_slot .. S - 1 of every row.

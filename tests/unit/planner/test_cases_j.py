@@ -40,9 +40,9 @@ def test_j2_drafter_context_follows_the_chosen_context(shapes: ModelShapes, prof
     short = plan(shapes, profile16, options=PlanOptions(context_tokens=1_024, drafter=True, mtp=True))
     long = plan(shapes, profile16, options=PlanOptions(context_tokens=FULL, drafter=True, mtp=True))
     assert short.bytes_of("drafter.context") == (1_024 + 8) * 20_480
-    assert long.bytes_of("drafter.context") == (2_048 + 8) * 20_480
+    assert long.bytes_of("drafter.context") == (2_048 + 8 + 8 + 48) * 20_480
     assert short.bytes_of("mtp.context") == (1_024 + 8) * 4_096
-    assert long.bytes_of("mtp.context") == (16_384 + 8) * 4_096
+    assert long.bytes_of("mtp.context") == (16_384 + 8 + 8 + 48) * 4_096
 
 
 def test_j3_vision_tower_and_scratch_are_counted(shapes: ModelShapes, profile16: Profile) -> None:

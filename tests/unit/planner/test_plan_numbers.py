@@ -70,7 +70,7 @@ def test_lines_agree_with_the_published_sizes(shapes: ModelShapes, profile16: Pr
     assert size["kv.dense"] == (FULL + 8) * 4_096
     assert size["kv.block_keys"] == FULL * 1_088
     assert size["kv.window"] == 17 * (4_096 + found.choice.chunk_tokens) * 4_096
-    assert size["drafter.context"] == (2_048 + 8) * 20_480
+    assert size["drafter.context"] == (2_048 + 8 + 8 + 48) * 20_480
     assert size["host.embedding"] == 248_320 * 5_120 * 2
     assert size["host.engram_tables"] == 4_294_967_296
     assert size["host.codebooks"] == 2 * 248_320 * 256 * 2

@@ -153,10 +153,3 @@ def test_masks_see_exactly_the_codes_that_occur() -> None:
         assert code_sets.codes_of(int(masks[row, 0])) == sorted(set(codes[row, :128].tolist()))
         assert int(masks[row, 1]) == 1 << 7
     assert code_sets.tensor_mask(words) == int(np.bitwise_or.reduce(masks, axis=None))
-
-
-def test_compaction_marks_what_is_outside_the_set() -> None:
-    table = code_sets.compaction((1 << 3) | (1 << 12), 2)
-    assert table[0x3C33] == 0x0100  # nibble 2 has index 1: byte 1, its lower slot
-    assert code_sets.compaction(0xFF, 3)[0x0050] == 0x0024  # index 5 = 4 + 1: bits 2 and 5 of byte 0
-    assert table[0x3C30] == 0xFFFF
