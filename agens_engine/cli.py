@@ -44,8 +44,19 @@ _Thinking = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="think before answering [default: the template's]")
 ]
 _LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error")]
-_Mtp = Annotated[str | None, typer.Option("--mtp", metavar="DIR", help="MTP head; not in this version yet")]
-_Drafter = Annotated[str | None, typer.Option("--drafter", metavar="DIR", help="DFlash2; not in this version yet")]
+_Mtp = Annotated[
+    str | None, typer.Option("--mtp", metavar="DIR|auto|off", help="MTP head [default: as the profile says]")
+]
+_Drafter = Annotated[
+    str | None, typer.Option("--drafter", metavar="DIR|auto|off", help="DFlash2 drafter [default: as the profile says]")
+]
+_Weights = Annotated[
+    str | None,
+    typer.Option("--weights", metavar="auto|dequantise|packed", help="quantised linears on a CPU [default: auto]"),
+]
+_RepackCache = Annotated[
+    str | None, typer.Option("--repack-cache", metavar="DIR", help="keep repacked weights here for the next start")
+]
 _Images = Annotated[str | None, typer.Option("--images", metavar="on|off", help="not in this version yet")]
 _Ranks = Annotated[int | None, typer.Option("--tp", help="tensor parallelism; not in this version yet")]
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
@@ -67,6 +78,8 @@ def serve(
     draft_sources: _Sources = None,
     mtp: _Mtp = None,
     drafter: _Drafter = None,
+    weights: _Weights = None,
+    repack_cache: _RepackCache = None,
     images: _Images = None,
     tp: _Ranks = None,
     temperature: _Temperature = None,
@@ -76,7 +89,7 @@ def serve(
     log_level: _LogLevel = None,
 ) -> None:
     """Serve the OpenAI-style HTTP API."""
-    _refuse_missing(mtp, drafter, images, tp)
+    _refuse_missing(images, tp)
     settings = Settings.build(
         {
             "model": model,
@@ -91,6 +104,10 @@ def serve(
             "dtype": dtype,
             "speculation": speculation,
             "draft_sources": draft_sources,
+            "mtp": mtp,
+            "drafter": drafter,
+            "weights": weights,
+            "repack_cache": repack_cache,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
@@ -116,6 +133,8 @@ def chat(
     draft_sources: _Sources = None,
     mtp: _Mtp = None,
     drafter: _Drafter = None,
+    weights: _Weights = None,
+    repack_cache: _RepackCache = None,
     images: _Images = None,
     tp: _Ranks = None,
     temperature: _Temperature = None,
@@ -127,8 +146,10 @@ def chat(
     thinking: _Thinking = None,
 ) -> None:
     """Talk to a model in the terminal. /reset starts over, /exit leaves."""
-    _refuse_missing(mtp, drafter, images, tp)
-    settings = _one_user_settings(model, profile, context, dtype, speculation, draft_sources)
+    _refuse_missing(images, tp)
+    settings = _one_user_settings(
+        model, profile, context, dtype, speculation, draft_sources, mtp, drafter, weights, repack_cache
+    )
     from agens_engine.commands.chat import run_chat
 
     run_chat(
@@ -159,6 +180,10 @@ def generate(
     dtype: _Dtype = None,
     speculation: _Speculation = None,
     draft_sources: _Sources = None,
+    mtp: _Mtp = None,
+    drafter: _Drafter = None,
+    weights: _Weights = None,
+    repack_cache: _RepackCache = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
@@ -172,7 +197,9 @@ def generate(
     from agens_engine.commands.generate import read_prompt, run_generate
 
     text = read_prompt(prompt, prompt_file)
-    settings = _one_user_settings(model, profile, context, dtype, speculation, draft_sources)
+    settings = _one_user_settings(
+        model, profile, context, dtype, speculation, draft_sources, mtp, drafter, weights, repack_cache
+    )
     options = _given(
         temperature=temperature,
         top_p=top_p,
@@ -220,6 +247,66 @@ def pull(
     run_pull(repo, revision)
 
 
+@app.command()
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="folder, hub id, or nano")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="the folder to make")],
+    bits: Annotated[float, typer.Option("--bits", help="bits per weight of the linears, scales included")],
+    calibration: Annotated[
+        str | None, typer.Option("--calibration", metavar="FILE", help="text like what the model is for")
+    ] = None,
+    group: Annotated[int, typer.Option("--group", help="weights per scale: 128, 64 or 32")] = 128,
+    keep: Annotated[
+        list[str] | None, typer.Option("--keep", metavar="PATTERN", help="modules to leave as they are; repeatable")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    json_out: _Json = False,
+) -> None:
+    """Make a low-bit build of a model."""
+    from agens_engine.commands.quantize import run_quantize
+
+    run_quantize(
+        source, target, bits, calibration=calibration, group_size=group, keep=keep or (), seed=seed, json_out=json_out
+    )
+
+
+@app.command()
+def evaluate(
+    reference: Annotated[str, typer.Argument(metavar="REF", help="folder, hub id, or nano")],
+    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="the model to compare with it")],
+    text: Annotated[str, typer.Option("--text", metavar="FILE", help="the text to compare them on")],
+    json_out: _Json = False,
+) -> None:
+    """Measure what a smaller model costs in quality."""
+    from agens_engine.commands.evaluate import run_evaluate
+
+    run_evaluate(reference, candidate, text, json_out=json_out)
+
+
+@app.command()
+def bench(
+    suite: Annotated[
+        str, typer.Option("--suite", help="comma-separated names, or JSON files of the same form")
+    ] = "chat,code,thinking,tools,agent",
+    model: _Model = None,
+    profile: _Profile = None,
+    context: _Context = None,
+    dtype: _Dtype = None,
+    draft_sources: _Sources = None,
+    mtp: _Mtp = None,
+    drafter: _Drafter = None,
+    repeat: Annotated[int, typer.Option("--repeat", help="ask every prompt so many times")] = 1,
+    cases: Annotated[int | None, typer.Option("--cases", help="only the first so many prompts of a suite")] = None,
+    json_out: _Json = False,
+) -> None:
+    """Measure drafting against plain decoding on prompt suites."""
+    from agens_engine.commands.bench import run_bench
+
+    settings = _one_user_settings(model, profile, context, dtype, None, draft_sources, mtp, drafter, None, None)
+    names = [name.strip() for name in suite.split(",") if name.strip()]
+    run_bench(settings, names, repeat=repeat, cases=cases, json_out=json_out)
+
+
 app.command(name="plan", cls=PlanCommand)(plan_command)
 
 
@@ -230,6 +317,10 @@ def _one_user_settings(
     dtype: str | None,
     speculation: bool | None,
     draft_sources: str | None,
+    mtp: str | None,
+    drafter: str | None,
+    weights: str | None,
+    repack_cache: str | None,
 ) -> Settings:
     """For commands with one answer at a time; they log warnings only."""
     _log_to_stderr("warning")
@@ -241,15 +332,18 @@ def _one_user_settings(
             "dtype": dtype,
             "speculation": speculation,
             "draft_sources": draft_sources,
+            "mtp": mtp,
+            "drafter": drafter,
+            "weights": weights,
+            "repack_cache": repack_cache,
             "max_sequences": 1,
         }
     )
 
 
-def _refuse_missing(mtp: str | None, drafter: str | None, images: str | None, tp: int | None) -> None:
+def _refuse_missing(images: str | None, tp: int | None) -> None:
     """Flags of the stable contract whose features are still to come; saying so beats ignoring them."""
-    asked = {"--mtp": mtp not in (None, "off"), "--drafter": drafter not in (None, "off")}
-    asked |= {"--images": images not in (None, "off"), "--tp": tp not in (None, 1)}
+    asked = {"--images": images not in (None, "off"), "--tp": tp not in (None, 1)}
     missing = [flag for flag, wanted in asked.items() if wanted]
     if missing:
         raise UsageError(f"{', '.join(missing)}: not in this version yet; leave it out (`agens plan` can plan for it)")

@@ -89,9 +89,45 @@ class OutputWatch(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ReasoningControl:
+    """The think markers of the model, and how long a thought may get (spec serving.md sections 5 and 6).
+
+    call_start_id   a token that ends an open thought without closing it (a tool call), or None
+    budget          most tokens of the thought, None for off; then <|/think|> is forced
+    soft_bias       added to the logit of <|/think|> over the last fifth of the budget
+    repetition_guard  also force <|/think|> when the thought goes round in circles
+    """
+
+    think_start_id: int
+    think_end_id: int
+    call_start_id: int | None = None
+    budget: int | None = None
+    soft_bias: float = 0.0
+    repetition_guard: bool = False
+
+
+class Grammar(Protocol):
+    """What an answer must look like, compiled; any number of requests may share one (text/grammars.py makes it)."""
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end the answer; allowed exactly where the grammar accepts."""
+        ...
+
+    def matcher(self) -> Any:
+        """A llguidance LLMatcher of one's own, at the beginning of the grammar."""
+        ...
+
+
 @dataclass
 class Request:
-    """One generation. `stop_token_ids` end it; the end tokens of the model are among them unless ignore_eos."""
+    """One generation. `stop_token_ids` end it; the end tokens of the model are among them unless ignore_eos.
+
+    reasoning     None: thoughts are neither counted nor limited
+    grammar       None: anything may be said; else it holds from the first token, or from the end of an open thought
+    cache_prompt  what this request leaves behind may serve later prompts
+    """
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -101,6 +137,9 @@ class Request:
     watch: OutputWatch | None = None
     speculation: bool = True
     draft_sources: frozenset[str] | None = None  # None: every source the engine has
+    reasoning: ReasoningControl | None = None
+    grammar: Grammar | None = None
+    cache_prompt: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,6 +149,21 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+class ReasoningEnd(str, Enum):
+    MODEL = "model"  # the model closed its thought
+    CALL = "call"  # a tool call ended it
+    BUDGET = "budget"  # forced: the budget was used up
+    REPETITION = "repetition"  # forced: it went round in circles
+
+
+@dataclass(frozen=True)
+class ReasoningReport:
+    """A request's thought: its tokens without the markers, and what ended it (None: still open, or never begun)."""
+
+    num_tokens: int = 0
+    ended_by: ReasoningEnd | None = None
 
 
 @dataclass
@@ -150,6 +204,7 @@ class StepEvent:
     completion_tokens: int = 0
     cached_tokens: int = 0
     timings: Timings | None = None
+    reasoning: ReasoningReport | None = None
 
 
 @dataclass(frozen=True)

@@ -11,40 +11,43 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from agens_engine.core import DraftChain, FinishReason, Request, StepResult, TokenLogprob
+from agens_engine.core import FinishReason, Request, StepResult, TokenLogprob
 from agens_engine.errors import ContextLengthError, EngineStoppedError, RequestError, UsageError
 from agens_engine.memory.arena import Arena
-from agens_engine.memory.state import SequenceState, StatePool, unplanned
-from agens_engine.model.batch import StepBatch
+from agens_engine.memory.state import StatePool, unplanned
+from agens_engine.model.drafter_loading import check_drafters, find_drafters
 from agens_engine.model.loading import check_model, load_model, pick_device
+from agens_engine.model.packed_weights import survey_packed
+from agens_engine.model.repack_cache import RepackCache
 from agens_engine.model.volundr import Volundr
-from agens_engine.model_files import model_name, resolve_model
+from agens_engine.model_files import added_token_id, model_name, resolve_model
 from agens_engine.planning import plan_run
+from agens_engine.sampling.request_rules import request_rules
 from agens_engine.sampling.rules.unused_tokens import UnusedTokens
 from agens_engine.sampling.sampler import SequenceSampler
 from agens_engine.scheduler import Scheduler, Work
 from agens_engine.sequence import EventSink, LiveSequence
 from agens_engine.settings import Settings
-from agens_engine.speculate.context_copy import ContextCopy
-from agens_engine.speculate.drafting import MAX_DRAFTS, Drafted, SlotFiller
-from agens_engine.speculate.source import DraftSource
+from agens_engine.speculate.build import SOURCE_NAMES, load_sources
+from agens_engine.speculate.drafting import MAX_DRAFTS, Drafted, DraftPolicy, SlotFiller, StepTime
+from agens_engine.speculate.policy import AdaptivePolicy
+from agens_engine.speculate.source import Ask, CommittedRows, DraftSource
 from agens_engine.speculate.stats import DraftStats
-from agens_engine.speculate.verify import Verdict, VerifyItem, verify_batch
+from agens_engine.speculate.verify import Verdict
+from agens_engine.step import StepRunner
 
 log = logging.getLogger(__name__)
 
 # Lines for what steps take and give back; held for the engine's life. Their sizes are tested against real steps.
 WORK_SPACE = (
     "activations.prefill", "activations.verify", "state.records", "state.ids", "sampling.scratch", "runtime.workspace",
-    "kv.tables", "host.io",
+    "runtime.unpack", "kv.tables", "host.io", "drafter.scratch", "mtp.scratch",
 )  # fmt: skip
-
-SOURCES: dict[str, type[DraftSource]] = {ContextCopy.name: ContextCopy}
 
 
 class Engine:
@@ -53,6 +56,7 @@ class Engine:
     unused_ids      ids that are never generated (embedding rows without a token)
     context_tokens  most tokens of prompt and answer together
     sources         draft sources in the order in which they fill slots; empty means one token per step
+    policy          how much each source may draft; None: all that is left
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Engine:
         max_sequences: int = 8,
         prefill_chunk_tokens: int = 256,
         sources: Sequence[DraftSource] = (),
+        policy: DraftPolicy | None = None,
         arena: Arena | None = None,
         far_resident_layers: int | None = None,
     ) -> None:
@@ -88,10 +93,12 @@ class Engine:
             far_resident_layers=far_resident_layers,
         )
         self.unused = UnusedTokens(self.vocab_size, unused_ids)
-        self.filler = SlotFiller(sources, self.vocab_size)
+        self.filler = SlotFiller(sources, self.vocab_size, policy)
+        self._policy = policy
         self.drafts = DraftStats()
         self.num_steps = self.num_finished = self.num_failed = self.prompt_tokens = self.generated_tokens = 0
         self._scheduler = Scheduler(max_sequences, chunk)
+        self._runner = StepRunner(model, self.unused, arena)
         self._live: dict[str, LiveSequence] = {}
         self._incoming: list[LiveSequence] = []
         self._wake = threading.Condition()
@@ -104,17 +111,36 @@ class Engine:
     @classmethod
     def load(cls, settings: Settings, *, unused_ids: Iterable[int] = ()) -> Engine:
         """Plan, then load the model that the settings name. Raises UsageError, PlanError or CheckpointError."""
-        wanted = SOURCES.keys() if settings.draft_sources is None else settings.draft_sources
-        unknown = sorted(set(wanted) - SOURCES.keys())
+        wanted = SOURCE_NAMES if settings.draft_sources is None else settings.draft_sources
+        unknown = sorted(set(wanted) - set(SOURCE_NAMES))
         if unknown:
-            raise UsageError(f"unknown draft source {', '.join(unknown)}; known: {', '.join(SOURCES)}")
+            raise UsageError(f"unknown draft source {', '.join(unknown)}; known: {', '.join(SOURCE_NAMES)}")
         device = pick_device(settings.device)
         if device.type != "cpu":
             raise UsageError(f"--device {settings.device}: this version runs on the CPU only; use --device cpu")
-        check_model(resolve_model(settings.model))  # a broken folder is named before anything is planned for it
-        plan = plan_run(settings)
+        folder = resolve_model(settings.model)
+        config = check_model(folder)  # a broken folder is named before anything is planned for it
+        drafters = find_drafters(folder, mtp=settings.mtp_choice, drafter=settings.drafter_choice)
+        mask = partial(added_token_id, folder)
+        check_drafters(drafters, config, resolve_token=mask)
+        cache = RepackCache(settings.repack_cache) if settings.repack_cache is not None else None
+        survey = lru_cache(lambda: survey_packed(folder, cache))
+        plan = plan_run(settings, lambda: survey().values())
         arena = Arena.of_plan(plan, device)
-        model = load_model(resolve_model(settings.model), device=device, dtype=settings.dtype, adopt=arena.adopt)
+        packed = survey() if plan.packed_weights else None
+        model = load_model(folder, device=device, dtype=settings.dtype, memory=arena, packed=packed, cache=cache)
+        unused_ids = tuple(unused_ids)
+        sources = load_sources(
+            drafters,
+            model,
+            names=wanted if settings.speculation else (),
+            unused_ids=unused_ids,
+            resolve_token=mask,
+            max_sequences=plan.sequences,
+            context_tokens=plan.context_tokens,
+            mtp_window_tokens=plan.mtp_window_tokens,
+            arena=arena,
+        )
         return cls(
             model,
             model_name=model_name(settings.model),
@@ -124,7 +150,8 @@ class Engine:
             prefill_chunk_tokens=plan.choice.chunk_tokens,
             arena=arena,
             far_resident_layers=plan.choice.far_resident_layers,
-            sources=[make() for name, make in SOURCES.items() if settings.speculation and name in wanted],
+            sources=sources,
+            policy=AdaptivePolicy() if settings.adaptive_drafts else None,
         )
 
     # --- called from any thread --------------------------------------------------------------------------------------
@@ -140,7 +167,8 @@ class Engine:
             raise ContextLengthError(len(prompt), self.context_tokens, param="prompt")
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", param="max_tokens")
-        sampler = SequenceSampler(request.sampling, prompt, self.unused)
+        rules = request_rules(request, prompt, self.vocab_size)
+        sampler = SequenceSampler(request.sampling, prompt, self.unused, rules)
         room = self.context_tokens - len(prompt)
         sequence = LiveSequence(request, sampler, on_event, min(request.max_tokens, room), prompt, len(prompt))
         with self._wake:
@@ -189,7 +217,8 @@ class Engine:
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
             "slots_free": self.pool.slots_free,
-            "drafts": self.drafts.summary(),
+            "drafts": {**self.drafts.summary(), "failures": dict(self.filler.num_failures)},
+            "draft_policy": None if self._policy is None else self._policy.summary(),
             "memory": self.arena.report() if self.arena is not None else None,
             "failed": self._failure,
         }
@@ -252,8 +281,9 @@ class Engine:
         started = time.perf_counter()
         self.num_steps += 1
         try:
-            drafted = [self._draft(item) for item in work]
-            verdicts = self._forward_and_verify(work, drafted)
+            drafted = self._draft(work)
+            drafted_at = time.perf_counter()
+            ran = self._runner.run(work, drafted, self.filler.reads([item.sequence for item in work]))
         except Exception as error:
             if len(work) > 1:
                 log.exception("a step over %d sequences failed; trying them one by one", len(work))
@@ -263,59 +293,38 @@ class Engine:
             log.exception("request %s failed", work[0].sequence.request_id)
             self._finish(work[0].sequence, FinishReason.ERROR, error)
             return
-        seconds = time.perf_counter() - started
-        for item, draft, verdict in zip(work, drafted, verdicts, strict=True):
+        now = time.perf_counter()
+        cost = StepTime(now - drafted_at, len(work), ran.num_rows)
+        committed: list[CommittedRows] = []
+        for segment, (item, draft, verdict) in enumerate(zip(work, drafted, ran.verdicts, strict=True)):
+            sequence, state = item.sequence, item.sequence.state
+            assert state is not None
+            first = state.num_tokens
             try:
-                self._commit(item, draft, verdict, seconds)
+                self._commit(item, draft, verdict, now - started, cost)
+                if sequence.state is not None and ran.handed_over:
+                    committed.append(ran.committed(segment, sequence, first, state.num_tokens - first))
             except Exception as error:
-                log.exception("request %s failed after its step", item.sequence.request_id)
-                self._finish(item.sequence, FinishReason.ERROR, error)
+                log.exception("request %s failed after its step", sequence.request_id)
+                self._finish(sequence, FinishReason.ERROR, error)
+        self.filler.commit(committed)
 
-    def _draft(self, item: Work) -> Drafted:
-        sequence = item.sequence
-        slots = min(MAX_DRAFTS, sequence.max_tokens - sequence.num_output_tokens - 1)
-        if item.is_prefill or slots <= 0:
-            return Drafted()
-        return self.filler.fill(sequence, slots)
-
-    def _forward_and_verify(self, work: list[Work], drafted: list[Drafted]) -> list[Verdict | None]:
-        """One verdict per segment; None for a prefill chunk that does not end its prompt."""
-        segments: list[tuple[SequenceState, list[int]]] = []
-        items: list[VerifyItem] = []
-        rows: list[int] = []  # rows of the step whose logits are needed
-        end = 0
-        for item, draft in zip(work, drafted, strict=True):
+    def _draft(self, work: list[Work]) -> list[Drafted]:
+        """One entry per segment; prompt chunks and sequences at their last token get no drafts."""
+        asks = []
+        for item in work:
             sequence = item.sequence
-            assert sequence.state is not None
-            if item.is_prefill:
-                first = sequence.state.num_tokens
-                ids = sequence.token_ids[first : first + item.num_prompt_tokens]
-            else:
-                ids = [sequence.token_ids[-1], *draft.chain.token_ids]
-            segments.append((sequence.state, ids))
-            end += len(ids)
-            if not item.is_prefill:
-                items.append(VerifyItem(sequence.sampler, draft.chain, len(rows)))
-                rows.extend(range(end - len(ids), end))
-            elif item.num_prompt_tokens == sequence.prefill_left:
-                items.append(VerifyItem(sequence.sampler, DraftChain(), len(rows)))
-                rows.append(end - 1)
-        hidden, _ = self.model(StepBatch(segments, self.device))
-        if not rows:
-            return [None] * len(work)
-        with self._counted("logits.verify", 4 * len(rows) * self.vocab_size):
-            logits = self.model.logits(hidden if len(rows) == end else hidden[rows])
-            verdicts = iter(verify_batch(logits, items, self.unused))
-        return [
-            next(verdicts) if not item.is_prefill or item.num_prompt_tokens == item.sequence.prefill_left else None
-            for item in work
-        ]
+            slots = min(MAX_DRAFTS, sequence.max_tokens - sequence.num_output_tokens - 1)
+            if not item.is_prefill and slots > 0:
+                asks.append(Ask(sequence, (), slots))
+        found = {ask.seq.request_id: drafted for ask, drafted in zip(asks, self.filler.fill(asks), strict=True)}
+        return [found.get(item.sequence.request_id, Drafted()) for item in work]
 
-    def _counted(self, line: str, num_bytes: int) -> AbstractContextManager[None]:
-        return self.arena.using(line, num_bytes) if self.arena is not None else nullcontext()
+    def _commit(self, item: Work, draft: Drafted, verdict: Verdict | None, seconds: float, cost: StepTime) -> None:
+        """Make the step's outcome part of the sequence: memory, tokens, statistics, the event to the client.
 
-    def _commit(self, item: Work, draft: Drafted, verdict: Verdict | None, seconds: float) -> None:
-        """Make the step's outcome part of the sequence: memory, tokens, statistics, the event to the client."""
+        seconds   of the whole step; cost: the same without drafting
+        """
         sequence = item.sequence
         assert sequence.state is not None
         if item.is_prefill:
@@ -341,7 +350,7 @@ class Engine:
             result = StepResult(draft.chain, tokens, min(verdict.num_accepted, kept))
             sequence.drafts.record(result, draft.seconds)
             self.drafts.record(result, draft.seconds)
-            self.filler.observe(sequence, result)
+            self.filler.observe(sequence, result, draft, cost)
         if finish is None:
             sequence.on_event(sequence.event(tokens, deltas, verdict.logprobs[:kept]))
             return
@@ -369,6 +378,7 @@ class Engine:
             self.num_failed += 1
         else:
             self.num_finished += 1
+        log.info("%s", sequence.summary(reason))
         try:
             sequence.on_event(sequence.event(tokens, deltas, logprobs, finish=reason, error=error))
         except Exception:

@@ -1,12 +1,13 @@
-"""Model names to folders; knows nothing of what is in a folder beyond its config.json.
+"""Model names to folders; knows nothing of what is in a folder beyond its config.json and its special tokens.
 
-    DIR        a folder with config.json
-    nano       the model embedded in this package
-    OWNER/NAME a hub id that is already in the local Hugging Face cache; nothing is ever downloaded from here
+DIR        a folder with config.json
+nano       the model embedded in this package
+OWNER/NAME a hub id that is already in the local Hugging Face cache; nothing is ever downloaded from here
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -44,6 +45,15 @@ def resolve_model(model: str) -> Path:
     if _HUB_ID.fullmatch(model):
         return _checked(_cached_snapshot(model))
     raise UsageError(f"there is no model {model!r}; give a folder with a checkpoint, a hub id (OWNER/NAME), or nano")
+
+
+def added_token_id(folder: Path, text: str) -> int | None:
+    """The id of a special token in the folder's tokenizer.json, or None; drafters may name their mask by its text."""
+    try:
+        tokens = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
+        return next((int(t["id"]) for t in tokens if t.get("content") == text), None)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None  # the tokenizer's own loader says what is wrong with it
 
 
 def _embedded_nano() -> Path:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from agens_planner import (
     Profile,
     Question,
     Suggestion,
+    TensorSpec,
     choose_profile,
     environment_overrides,
     load_profile,
@@ -34,6 +35,7 @@ from agens_planner import (
     read_drafter,
     read_mtp,
     suggest,
+    with_packed,
 )
 from agens_planner.card import is_card, read_card
 
@@ -91,17 +93,21 @@ def build_question(
     return Question(shapes, profile, facts, host, PlanOptions.from_profile(profile, shapes))
 
 
-def plan_run(settings: Settings) -> MemoryPlan:
-    """The plan the engine runs under: what the settings ask for, on this machine, weights unpacked to float32.
+def plan_run(settings: Settings, survey: Callable[[], Iterable[TensorSpec]] = tuple) -> MemoryPlan:
+    """The plan the engine runs under: what the settings ask for, on this machine.
 
+    Weights are unpacked to float32 when that fits, or when `--weights dequantise` says so; else those that can stay
+    packed do.
+
+    survey   gives the tensors that can stay packed, with their exact bytes; called only when it matters
     raises   PlanError when it does not fit (with the cheapest way out), or when the profile plans what this version
              cannot run; UsageError for a wrong setting
     """
     request = PlanRequest(
         model=settings.model,
         profile=settings.profile or "cpu",
-        mtp="off",
-        drafter="off",
+        mtp=settings.mtp_choice,
+        drafter=settings.drafter_choice,
         images="off",
         context=_text(settings.context_tokens),
         sequences=_text(settings.max_sequences),
@@ -124,13 +130,28 @@ def plan_run(settings: Settings) -> MemoryPlan:
             f"{question.profile.dtype}; this version runs in float32 on the CPU (--profile cpu); "
             "`agens plan` shows what the profile will hold"
         )
-    plain = tuple(replace(group, bits=None, group=0, zero_points=False) for group in question.shapes.groups)
-    found = make_plan(replace(question, shapes=replace(question.shapes, groups=plain)))
+    found = make_plan(_choose_weights(question, settings.weights, survey))
     if found.choice.fp8_far or found.choice.fp8_dense:
         raise PlanError(
             "the plan fits only with fp8 K/V, which this version does not have yet; lower --context or --sequences"
         )
     return found
+
+
+def _choose_weights(question: Question, weights: str, survey: Callable[[], Iterable[TensorSpec]]) -> Question:
+    """The question with all weights unpacked, or with those packed that can stay so; `weights` as in the settings."""
+    unpacked = replace(question, shapes=with_packed(question.shapes))
+    if weights == "dequantise" or (weights == "auto" and unpacked.answer() is not None):
+        return unpacked
+    packed = tuple(survey())
+    if packed:
+        return replace(question, shapes=with_packed(question.shapes, packed))
+    if weights == "packed":
+        raise UsageError(
+            f"--weights packed: {question.shapes.source} has no quantised linears that can stay packed; "
+            "use --weights auto"
+        )
+    return unpacked
 
 
 def _text(value: int | None) -> str | None:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agens_engine.core import FinishReason, Request, StepEvent, Timings, TokenLogprob
+from agens_engine.core import FinishReason, Request, SamplingParams, StepEvent, Timings, TokenLogprob
 from agens_engine.memory.state import SequenceState
 from agens_engine.sampling.sampler import SequenceSampler
+from agens_engine.sampling.seeds import RequestStream
 from agens_engine.speculate.stats import DraftStats
 
 EventSink = Callable[[StepEvent], None]
@@ -38,6 +39,14 @@ class LiveSequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def stream(self) -> RequestStream:
+        return self.sampler.stream
 
     @property
     def num_output_tokens(self) -> int:
@@ -68,6 +77,16 @@ class LiveSequence:
                 return kept, FinishReason.LENGTH, deltas
         return len(tokens), None, deltas
 
+    def summary(self, reason: FinishReason) -> str:
+        """One line for the log: what the request was, and what each draft source gave."""
+        steps = self.drafts.num_steps
+        per_step = self.drafts.num_committed / steps if steps else 0.0
+        text = f"request {self.request_id} ended ({reason.value}): {self.prompt_len} prompt tokens, "
+        text += f"{self.num_output_tokens} generated in {steps} verify steps ({per_step:.2f} a step)"
+        for name, count in self.drafts.sources.items():
+            text += f"; {name} {count.accepted}/{count.proposed} accepted"
+        return text
+
     def event(
         self,
         tokens: tuple[int, ...] = (),
@@ -83,4 +102,5 @@ class LiveSequence:
             self.timings.verify_steps, self.timings.decoded_tokens = self.drafts.num_steps, self.drafts.num_committed
             event.prompt_tokens, event.completion_tokens = self.prompt_len, self.num_output_tokens
             event.timings = self.timings
+            event.reasoning = self.sampler.reasoning
         return event

@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 ENV_PREFIX = "AGENS_"
 # Variables of the scripts and of the planner that share the prefix; they are not settings.
 _FOREIGN_ENV = ("AGENS_TORCH_INDEX", "AGENS_TEST_", "AGENS_PLAN_")
+# Names that the vendor's engine reads; ours wins where both are set.
+_VENDOR_ENV = {
+    "VOLUNDR_REASONING_BUDGET": "reasoning_budget",
+    "VOLUNDR_REASONING_BUDGET_SOFT_BIAS": "reasoning_budget_soft_bias",
+}
 _SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 
 
@@ -44,17 +49,25 @@ class Settings:
     device_memory: str | None = _setting("text", None)  # a size such as 14GiB: the plan's cap
     host_memory: str | None = _setting("text", None)
     max_waiting: int = _setting("int", 256, low=1)
+    weights: str = _setting("choice", "auto", choices=("auto", "dequantise", "packed"))  # quantised linears on a CPU
+    repack_cache: str | None = _setting("text", None)  # a folder for repacked weights
     prefill_chunk_tokens: int | None = _setting("int", None, low=16)
     max_output_tokens: int = _setting("int", 32_768, low=1)
 
     speculation: bool = _setting("switch", True)
     draft_sources: frozenset[str] | None = _setting("names", None)
+    mtp: str | None = _setting("text", None)  # a folder, auto (the model's own), on or off; None: as the profile says
+    drafter: str | None = _setting("text", None)
+    adaptive_drafts: bool = _setting("switch", True)  # off: every source always fills all the slots it can
 
     # What a request gets when it does not say; None leaves the choice to the checkpoint's generation_config.
     temperature: float | None = _setting("number", None, low=0.0, high=100.0)
     top_p: float | None = _setting("number", None, low=1e-6, high=1.0)
     top_k: int | None = _setting("int", None, low=0)
     min_p: float | None = _setting("number", None, low=0.0, high=1.0)
+    reasoning_budget: int | None = _setting("int", None)  # most tokens of a thought; 0 and below: off
+    reasoning_budget_soft_bias: float | None = _setting("number", None)
+    repetition_guard: bool = _setting("switch", True)  # closes a thought that goes round in circles
 
     host: str = _setting("text", "127.0.0.1")
     port: int = _setting("int", 8000, low=0, high=65_535)
@@ -92,10 +105,20 @@ class Settings:
         if profile not in (None, "auto"):  # auto: the planner picks one for the device; the engine's defaults hold
             values |= _read_profile(str(profile), known, profile_dirs or default_profile_dirs())
         values |= {name: _parse(known[name], value, where) for name, (where, value) in from_env.items()}
-        values |= {
-            name: _parse(known[name], value, "--" + name.replace("_", "-")) for name, value in given.items()
-        }
+        values |= {name: _parse(known[name], value, "--" + name.replace("_", "-")) for name, value in given.items()}
         return cls(**values)
+
+    @property
+    def mtp_choice(self) -> str | None:
+        """`mtp` as it holds for this run: off when its drafts are not wanted anyway."""
+        return self.mtp if self._drafts_from("mtp") else "off"
+
+    @property
+    def drafter_choice(self) -> str | None:
+        return self.drafter if self._drafts_from("dflash") else "off"
+
+    def _drafts_from(self, source: str) -> bool:
+        return self.speculation and (self.draft_sources is None or source in self.draft_sources)
 
 
 def default_profile_dirs() -> tuple[Path, ...]:
@@ -139,11 +162,10 @@ def _read_profile(profile: str, known: Mapping[str, Field[Any]], dirs: tuple[Pat
     return values
 
 
-def _read_environment(
-    environ: Mapping[str, str], known: Mapping[str, Field[Any]]
-) -> dict[str, tuple[str, str]]:
+def _read_environment(environ: Mapping[str, str], known: Mapping[str, Field[Any]]) -> dict[str, tuple[str, str]]:
     """Setting name -> (variable, raw value). An empty variable counts as unset."""
-    found: dict[str, tuple[str, str]] = {}
+    vendor = {name: (variable, environ.get(variable, "")) for variable, name in _VENDOR_ENV.items()}
+    found = {name: given for name, given in vendor.items() if given[1] != ""}
     for variable, value in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable.startswith(_FOREIGN_ENV) or value == "":
             continue

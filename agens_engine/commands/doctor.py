@@ -109,6 +109,14 @@ def _model_facts(model: str) -> dict[str, Any]:
     missing += [] if weights else ["*.safetensors"]
     if missing:
         facts["error"] = f"{directory} lacks {', '.join(missing)}"
+        return facts
+    from agens_engine.model.checkpoint import open_checkpoint
+
+    try:
+        with open_checkpoint(directory) as checkpoint:
+            facts["weights"] = [vars(row) for row in checkpoint.describe_formats()]
+    except AgensError as error:
+        facts["error"] = str(error)
     return facts
 
 
@@ -127,6 +135,9 @@ def _print_report(report: dict[str, Any]) -> None:
     model = report["model"]
     where = f"{model['directory']}, {_gib(model['weight_bytes'])} of weights" if "directory" in model else "not found"
     print(f"model        {model['name']}: {where}")
+    for row in model.get("weights", ()):
+        what = f"{row['kind']:<48} {row['num_tensors']:>5} × {row['format']:<24}"
+        print(f"             {what} {row['nbytes']:>14,} bytes")
 
 
 def _gib(size: int) -> str:

@@ -59,22 +59,20 @@ def run_generate(
 
 def _request(model: LoadedModel, prompt: str, system: str | None, raw: bool, options: dict[str, Any]) -> Request:
     if raw:
-        return prepare_completion(Fields({"prompt": prompt, **options}), model)[1][0]
+        return prepare_completion(Fields({"prompt": prompt, **options}), model).job.requests[0]
     messages = [{"role": "system", "content": system}] if system is not None else []
     return one_chat(model, [*messages, {"role": "user", "content": prompt}], options)
 
 
 def _result(request: Request, answer: ChoiceAnswer) -> dict[str, Any]:
     last, said, watch = answer.last, answer.collect(), request.watch
-    assert last is not None and last.finish_reason is not None and isinstance(watch, OutputParser)
+    assert last is not None and isinstance(watch, OutputParser)
     return {
         "text": said.content or "",
         "reasoning": said.reasoning or "",
         "tool_calls": said.tool_calls,
         "token_ids": answer.token_ids,
-        "finish_reason": finish_reason(
-            last.finish_reason, has_calls=watch.num_calls > 0, call_cut_off=watch.call_cut_off
-        ),
+        "finish_reason": finish_reason(last, watch),
         "usage": {
             "prompt_tokens": last.prompt_tokens,
             "completion_tokens": last.completion_tokens,

@@ -39,7 +39,7 @@ def opened(settings: Settings) -> Iterator[LoadedModel]:
 
 def one_chat(model: LoadedModel, messages: list[dict[str, Any]], options: dict[str, Any]) -> Request:
     """The request for the next assistant turn; options are fields of the HTTP API, so both behave alike."""
-    return prepare_chat(Fields({"messages": messages, **options}), model)[1][0]
+    return prepare_chat(Fields({"messages": messages, **options}), model).job.requests[0]
 
 
 def run_request(engine: EngineLike, request: Request) -> Iterator[StepEvent]:

@@ -1,7 +1,14 @@
 """The memory of one sequence: recurrent states, convolution tails, K/V caches, previous token ids.
 
 A step runs on the committed state without changing it and leaves a pending record; `commit(n)` keeps the first n rows.
-Fixed-size state lives in slots of one pool, so that sequences of a step can be gathered in one read.
+
+    step      reads state S_P                      records k, v, g, beta, u of its rows    final state of all rows
+    commit    every row kept  ──► the recurrence's own final state becomes the state; nothing is left to do
+              a prefix kept   ──► its records wait, the state in the pool is still S_P (deferred commit)
+    next step replays the waiting records, batched over the sequences that wait, and writes each state once
+
+So a verify step never stores a state it may have to take back, and rollback costs nothing. `flush` replays without a
+step. Fixed-size state lives in slots of one pool, so that sequences of a step can be gathered in one read.
 Source: spec volundr-model.md section 9, drafters.md D.1 and D.4.
 """
 
@@ -49,6 +56,11 @@ class KdaRows:
     g: torch.Tensor
     beta: torch.Tensor
     final: torch.Tensor
+
+    def first(self, num_rows: int) -> KdaRows:
+        """The first rows of the record; the final state is that of all rows and does not go along."""
+        u, k, v, g, beta = (x[:num_rows] for x in (self.u, self.k, self.v, self.g, self.beta))
+        return KdaRows(u, k, v, g, beta, self.final.new_empty(0))
 
 
 Claim = Callable[[str, tuple[int, ...]], torch.Tensor]  # (plan line, shape) -> zeroed float32 tensor
@@ -136,6 +148,25 @@ class StatePool:
         self.tails[:, slot].zero_()
         return SequenceState(self, slot)
 
+    def replay(self, kda_index: int, sequences: Sequence[SequenceState]) -> None:
+        """Write what a layer's deferred commits left open; sequences that kept equally many rows go together.
+
+        The arithmetic is the recurrence's own, so the state is bit for bit what it was after those rows in their step.
+        """
+        waiting: dict[int, list[SequenceState]] = {}
+        for sequence in sequences:
+            if (rows := sequence.deferred.get(kda_index)) is not None:
+                waiting.setdefault(rows.k.shape[0], []).append(sequence)
+        for num_rows, members in waiting.items():
+            slots = [sequence.slot for sequence in members]
+            records = [sequence.deferred[kda_index] for sequence in members]
+            k, v, g, beta = (torch.stack(x) for x in zip(*((r.k, r.v, r.g, r.beta) for r in records), strict=True))
+            states = kda_ref.replay(k, v, g, beta, self.states[kda_index, slots])
+            inputs = torch.cat((self.tails[kda_index, slots], torch.stack([r.u for r in records])), 1)
+            self.states[kda_index, slots], self.tails[kda_index, slots] = states, inputs[:, num_rows:]
+            for sequence in members:  # only now: a step that fails before this runs again and replays again
+                del sequence.deferred[kda_index]
+
     def release(self, slot: int) -> None:
         assert slot not in self._free, f"slot {slot} freed twice"
         self._free.append(slot)
@@ -167,6 +198,7 @@ class SequenceState:
         self.kv = pool.kv_of(slot)
         self._pending: dict[int, KdaRows] = {}
         self._pending_ids: list[int] = []
+        self.deferred: dict[int, KdaRows] = {}  # KDA layers whose stored state still lacks these rows
 
     # --- one step: begin, keep, commit -------------------------------------------------------------------------------
 
@@ -181,10 +213,18 @@ class SequenceState:
         self._pending[kda_index] = rows
 
     def commit(self, num_rows: int) -> None:
-        """Keep the first num_rows pending rows and forget the rest; the state becomes that after the last kept row."""
+        """Keep the first num_rows pending rows and forget the rest.
+
+        Where all of them are kept the recurrence's own final state is stored (prefill always comes this way, as its
+        chunked form is not the replay's arithmetic); a kept prefix waits for the next step or `flush`.
+        """
         assert 0 <= num_rows <= len(self._pending_ids), f"{num_rows} of {len(self._pending_ids)} rows"
         if num_rows:
-            self._commit_recurrent(num_rows)
+            assert not self.deferred, "a step ran on a state that lacks rows"
+            if num_rows == len(self._pending_ids):
+                self._store_final(num_rows)
+            else:
+                self.deferred = {index: rows.first(num_rows) for index, rows in self._pending.items()}
             kept = self._pending_ids[:num_rows]
             if self.previous_ids:
                 self.previous_ids = (self.previous_ids + kept)[-len(self.previous_ids) :]
@@ -192,25 +232,22 @@ class SequenceState:
         self._pending.clear()
         self._pending_ids = []
 
-    def _commit_recurrent(self, num_rows: int) -> None:
-        tail_rows = self.pool.shapes.conv_tail[0]
-        whole = num_rows == len(self._pending_ids)
+    def _store_final(self, num_rows: int) -> None:
         for index, rows in self._pending.items():
-            state, tail = self.pool.states[index, self.slot], self.pool.tails[index, self.slot]
-            if whole:
-                state.copy_(rows.final)
-            else:
-                k, v, g, beta = (x[None, :num_rows] for x in (rows.k, rows.v, rows.g, rows.beta))
-                state.copy_(kda_ref.replay(k, v, g, beta, state[None])[0])
-            if num_rows >= tail_rows:
-                tail.copy_(rows.u[num_rows - tail_rows : num_rows])
-            else:
-                tail.copy_(torch.cat((tail, rows.u[:num_rows]))[num_rows:])
+            self.pool.states[index, self.slot].copy_(rows.final)
+            tail = self.pool.tails[index, self.slot]
+            tail.copy_(torch.cat((tail, rows.u))[num_rows:])
+
+    def flush(self) -> None:
+        """Bring the stored state up to date: afterwards the pool holds all that was committed."""
+        for index in list(self.deferred):
+            self.pool.replay(index, [self])
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """A copy of the committed memory; nothing is shared with the live sequence."""
+        self.flush()
         return Snapshot(
             self.num_tokens,
             list(self.previous_ids),
@@ -228,6 +265,7 @@ class SequenceState:
         for layer, saved in snapshot.kv.items():
             self.kv[layer].load(saved)
         self._pending.clear()
+        self.deferred.clear()
         self._pending_ids = []
 
     def free(self) -> None:
@@ -236,3 +274,4 @@ class SequenceState:
         self.slot = -1
         self.kv.clear()
         self._pending.clear()
+        self.deferred.clear()

@@ -105,7 +105,9 @@ class StepBatch:
         return torch.tensor(ids, dtype=torch.long, device=self.ids.device)
 
     def recurrent(self, kda_index: int, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tails and committed states of a group; commits that the last step deferred are written first."""
         pool = self.states[group.members[0]].pool
+        pool.replay(kda_index, [self.states[i] for i in group.members])
         slots = [self.states[i].slot for i in group.members]
         if len(slots) == 1:
             at = slice(slots[0], slots[0] + 1)

@@ -238,7 +238,7 @@ class DFlash2(nn.Module):
             k, v = self.context_kv(index, features, rope)
             for context, (first, _), new_k, new_v in zip(contexts, spans, k.split(sizes), v.split(sizes), strict=True):
                 if new_k.shape[0]:
-                    context.layers[index].write(first, new_k, new_v)
+                    context.layers[index].write(first, new_k, new_v, final=True)
         for context, (_, end) in zip(contexts, spans, strict=True):
             context.length = end
 
@@ -314,9 +314,8 @@ class DFlash2(nn.Module):
             codebooks = selector_ref.Codebooks(
                 self.candidate_selector.predecessor_codebook, self.candidate_selector.successor_codebook
             )
-        if temperatures is None:
-            temperatures = torch.zeros(batch, device=device)
-        assert uniforms is not None or bool((temperatures == 0).all()), "a sampled walk needs uniforms"
+        if uniforms is None and temperatures is not None:
+            assert bool((temperatures == 0).all()), "a sampled walk needs uniforms"
         tokens, q, ok = selector_ref.walk(
             candidates.ids,
             candidates.unary,

@@ -11,11 +11,15 @@ import torch
 from agens_engine.core import NUM_VERIFY_ROWS
 
 FIRST_CAPACITY = 64
+MOVE_ROWS = 48  # rows written between two moves of a full storage's window to its front (planner: DRAFT_KV_MOVE_ROWS)
 
 
-def rows_for(window: int, longest_write: int) -> int:
-    """Storage rows with which a windowed DraftKv never has to grow; writes longer than the window need no more."""
-    return window + NUM_VERIFY_ROWS + max(NUM_VERIFY_ROWS, min(longest_write, window))
+def rows_for(window: int, temporary: int = NUM_VERIFY_ROWS) -> int:
+    """Storage rows with which a windowed DraftKv never has to grow.
+
+    temporary   most rows of one write that is not final (a drafter's block); final writes are at most the window long
+    """
+    return window + NUM_VERIFY_ROWS + max(NUM_VERIFY_ROWS, temporary) + MOVE_ROWS
 
 
 class DraftKv:
@@ -46,18 +50,24 @@ class DraftKv:
         """Forget every row; the next write is at `position`."""
         self.start = self._base = position
 
-    def write(self, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store rows [n, Hkv, D] for positions first .. ; leaves no gap behind the rows already there."""
+    def write(self, first: int, k: torch.Tensor, v: torch.Tensor, *, final: bool = False) -> None:
+        """Store rows [n, Hkv, D] for positions first .. ; leaves no gap behind the rows already there.
+
+        final   the rows are committed: later reads begin at most `window` before their end
+        """
         assert first >= self._base, f"position {first} lies before the first one held, {self._base}"
         stop = first + k.shape[0]
         if stop - self._base > self._rows.shape[1]:
-            self._make_room(first, stop)
+            self._make_room(first, stop, final)
         self._rows[0, first - self._base : stop - self._base] = k
         self._rows[1, first - self._base : stop - self._base] = v
 
-    def _make_room(self, first: int, stop: int) -> None:
-        # a chain may have run 7 rows ahead when the row after the committed ones comes back for its window
-        keep_from = self._base if self.window is None else max(self._base, first - self.window - NUM_VERIFY_ROWS)
+    def _make_room(self, first: int, stop: int, final: bool) -> None:
+        keep_from = self._base
+        if self.window is not None:
+            # a chain may have run 7 rows ahead when the row after the committed ones comes back for its window
+            oldest = (stop if final else first) - self.window - NUM_VERIFY_ROWS
+            keep_from = max(self._base, min(oldest, first))
         kept = self._rows[:, keep_from - self._base : first - self._base]
         needed = stop - keep_from
         if needed > self._rows.shape[1]:

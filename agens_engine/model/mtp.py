@@ -14,7 +14,7 @@ without the `mtp.` prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,10 @@ from agens_engine.model.layers import GemmaNorm, Mlp
 from agens_engine.model.mtp_config import MtpConfig
 from agens_engine.model.shortlist import Shortlist
 from agens_kernels.ref.attention import apply_rope, causal_attention, rope_tables
+from agens_kernels.ref.block_attention import block_attention
+
+# k, v [..., T, Hkv, D] of the rows that ask -> all keys and values [..., S, Hkv, D], and who sees which [..., T, S]
+KeysOf = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class HeadCache:
@@ -97,6 +101,11 @@ class HeadAttention(GatedAttention):
         """h [B, T, C] from position 0 -> [B, T, C], nothing kept."""
         q, gate, k, v = self._project(h, rope)
         return self._output(causal_attention(q, k, v, first=0), gate)
+
+    def among(self, h: torch.Tensor, rope: Rope, keys_of: KeysOf) -> torch.Tensor:
+        """h [..., T, C] over keys that the caller provides -> [..., T, C], nothing kept; for training."""
+        q, gate, k, v = self._project(h, rope)
+        return self._output(block_attention(q, *keys_of(k, v)), gate)
 
 
 class HeadLayer(nn.Module):
@@ -198,7 +207,7 @@ class MtpHead(nn.Module):
         h = self.layer.input_layernorm(u)
         k, v = self.layer.self_attn.keys_values(h, self.rope(torch.cat(spans)))
         for b, first, new_k, new_v in zip(busy, starts, k.split(sizes), v.split(sizes), strict=True):
-            caches[b].kv.write(first, new_k, new_v)
+            caches[b].kv.write(first, new_k, new_v, final=True)
         last = torch.tensor(sizes, device=u.device).cumsum(0) - 1
         live = [caches[b] for b in busy]
         states = self._rows(u[last], live, [cache.length - 1 for cache in live])

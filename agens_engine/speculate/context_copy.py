@@ -11,11 +11,11 @@ without long matches would never try again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from agens_engine.core import DraftRun, StepResult
-from agens_engine.speculate.source import SequenceView, judged_runs
+from agens_engine.speculate.source import Ask, CommittedRows, DraftFault, Reads, SequenceView, judged_runs
 from agens_engine.speculate.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
 
 FORGIVE_STEPS = 16
@@ -32,6 +32,7 @@ class ContextCopy:
     """The `copy` source. State is one suffix index per request; `end` frees it."""
 
     name = "copy"
+    reads = Reads()
 
     def __init__(self) -> None:
         self._states: dict[str, _CopyState] = {}
@@ -39,7 +40,16 @@ class ContextCopy:
     def begin(self, seq: SequenceView) -> None:
         self._states[seq.request_id] = _CopyState(SuffixIndex(seq.token_ids))
 
-    def propose(self, seq: SequenceView, prefix: tuple[int, ...], num_slots: int) -> DraftRun | None:
+    def prepare(self, asks: Sequence[Ask]) -> None:
+        """Nothing is shared."""
+
+    def commit(self, rows: Sequence[CommittedRows]) -> None:
+        """The text is all this source reads."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[DraftRun | DraftFault | None]:
+        return [self._propose(ask.seq, ask.prefix, ask.num_slots) for ask in asks]
+
+    def _propose(self, seq: SequenceView, prefix: tuple[int, ...], num_slots: int) -> DraftRun | None:
         state = self._states[seq.request_id]
         index = state.index
         if len(index) < len(seq.token_ids):
@@ -57,7 +67,7 @@ class ContextCopy:
             copied.append(copied[-period])
         return DraftRun(self.name, tuple(copied))
 
-    def observe(self, seq: SequenceView, result: StepResult, taps: Any = None) -> None:
+    def observe(self, seq: SequenceView, result: StepResult) -> None:
         state = self._states[seq.request_id]
         for run, _, num_judged, num_accepted in judged_runs(result):
             if run.source != self.name:

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from agens_engine.core import NUM_VERIFY_ROWS, SourceCount, StepResult
 from agens_engine.speculate.source import judged_runs
+
+_log = logging.getLogger(__name__)
+
+WATCHED_TOKENS = 200
+FEWEST_ACCEPTED = 0.01  # a head that fits accepts 0.3 and more of its first drafts; a wrong one about 1 / vocabulary
+
+
+class AcceptanceWatch:
+    """Warns once when hardly any of a source's first 200 judged drafts is accepted (spec drafters.md, last table)."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._num_judged = self._num_accepted = 0
+
+    def observe(self, result: StepResult) -> None:
+        if self._num_judged >= WATCHED_TOKENS:
+            return
+        for run, _, num_judged, num_accepted in judged_runs(result):
+            if run.source == self._source:
+                self._num_judged += num_judged
+                self._num_accepted += num_accepted
+        if self._num_judged >= WATCHED_TOKENS and self._num_accepted < FEWEST_ACCEPTED * self._num_judged:
+            _log.warning(
+                "draft source %s: %d of its first %d drafts were accepted; wrong head for this model? The answers are "
+                "right all the same, only slower than without it",
+                self._source, self._num_accepted, self._num_judged,
+            )  # fmt: skip
 
 
 class DraftStats:

@@ -133,7 +133,7 @@ def _verify_one(logits: torch.Tensor, item: VerifyItem, greedy_ids: list[int], u
     # A row past the first refused draft may be unusable without harm, so a fault is reported only where it decides
     rows_usable = usable[first:last]
     scores = logits[first:last]
-    if sampler.params.greedy and sampler.scores_are_logits:
+    if sampler.params.greedy and sampler.scores_are_logits(drafts):
         choices = greedy_ids[first:last]
     else:
         rows = sampler.process_rows(scores, drafts)

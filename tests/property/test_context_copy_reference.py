@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agens_engine.core import DraftRun, SamplingParams
+from agens_engine.sampling.seeds import RequestStream
 from agens_engine.speculate import suffix_index
 from agens_engine.speculate.context_copy import ContextCopy
+from agens_engine.speculate.source import Ask
 from agens_engine.speculate.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
 
 
@@ -67,6 +70,9 @@ class Seq:
     token_ids: list[int]
     request_id: str = "r"
     prompt_len: int = 0
+    num_output_tokens: int = 0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stream: RequestStream = field(default_factory=lambda: RequestStream(0))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -77,5 +83,6 @@ def test_copy_equals_brute_force(text, prefix, num_slots):
     copy.begin(seq)
     for token in text[len(text) // 2 :]:
         seq.token_ids.append(token)
-        run = copy.propose(seq, tuple(prefix), num_slots)
+        (run,) = copy.propose([Ask(seq, tuple(prefix), num_slots)])
+        assert run is None or isinstance(run, DraftRun)
         assert (run.token_ids if run else None) == brute_force_copy(seq.token_ids, prefix, num_slots)

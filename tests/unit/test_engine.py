@@ -16,7 +16,7 @@ from agens_engine.engine import Engine
 from agens_engine.errors import ContextLengthError, EngineStoppedError, RequestError
 from agens_engine.model.volundr import Volundr
 from agens_engine.speculate.context_copy import ContextCopy
-from agens_engine.speculate.source import SequenceView
+from agens_engine.speculate.source import Ask, CommittedRows, DraftFault, Reads, SequenceView
 from tests.modelkit import fresh_logits, random_model
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -64,6 +64,7 @@ class Oracle:
     """A draft source that knows the future of one text and lies at the positions it is told to."""
 
     name = "oracle"
+    reads = Reads()
 
     def __init__(self, future: Sequence[int], wrong: frozenset[int] = frozenset()) -> None:
         self.future, self.wrong = list(future), wrong
@@ -72,7 +73,16 @@ class Oracle:
     def begin(self, seq: SequenceView) -> None:
         """Nothing to prepare."""
 
-    def propose(self, seq: SequenceView, prefix: tuple[int, ...], num_slots: int) -> DraftRun | None:
+    def prepare(self, asks: Sequence[Ask]) -> None:
+        """Nothing is shared."""
+
+    def commit(self, rows: Sequence[CommittedRows]) -> None:
+        """The target is not read."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[DraftRun | DraftFault | None]:
+        return [self._propose(ask.seq, ask.prefix, ask.num_slots) for ask in asks]
+
+    def _propose(self, seq: SequenceView, prefix: tuple[int, ...], num_slots: int) -> DraftRun | None:
         done = len(seq.token_ids) - seq.prompt_len + len(prefix)
         tokens = [
             (token + 1) % VOCAB if done + i in self.wrong else token
@@ -80,7 +90,7 @@ class Oracle:
         ]
         return DraftRun(self.name, tuple(tokens)) if tokens else None
 
-    def observe(self, seq: SequenceView, result: StepResult, taps: Any = None) -> None:
+    def observe(self, seq: SequenceView, result: StepResult) -> None:
         self.results.append(result)
 
     def end(self, seq: SequenceView) -> None:

@@ -25,8 +25,8 @@ OURS = frozenset(SOURCE_DIRS)
 
 # Rooms that each room of agens_engine may import directly. core and errors are open to all, a room to itself.
 _TOP = {
-    "settings", "model_files", "text", "engine", "scheduler", "sequence", "speculate", "sampling", "model", "memory",
-    "planning", "probe", "layerwise", "engine_build", "evaluation", "quantize",
+    "settings", "model_files", "text", "engine", "step", "scheduler", "sequence", "speculate", "sampling", "model",
+    "memory", "planning", "probe", "layerwise", "engine_build", "evaluation", "quantize", "bench",
 }  # fmt: skip
 _PACKED = {"agens_kernels", "agens_quant", "agens_planner"}
 ALLOWED: dict[str, set[str]] = {
@@ -40,14 +40,16 @@ ALLOWED: dict[str, set[str]] = {
     "speculate": {"sampling", "model", "memory", "agens_kernels"},
     "sequence": {"speculate", "sampling", "model", "memory"},
     "scheduler": {"sequence", "speculate", "sampling", "model", "memory"},
+    "step": {"scheduler", "sequence", "speculate", "sampling", "model", "memory"},
     "text": {"settings"},
     "layerwise": {"model", "memory", "agens_kernels"},  # one layer in memory at a time
     "engine_build": {"model", "agens_quant"},
     "evaluation": {"text", "layerwise", "engine_build", "model", "agens_quant"},
     "quantize": {"text", "layerwise", "engine_build", "model", "agens_quant"},
+    "bench": set(),
     "probe": {"agens_planner"},
     "planning": {"settings", "model_files", "probe", "agens_planner"},
-    "engine": (_TOP - {"engine", "text", "evaluation", "quantize"}) | _PACKED,
+    "engine": (_TOP - {"engine", "text", "evaluation", "quantize", "bench"}) | _PACKED,
     "server": _TOP | _PACKED,
     "commands": _TOP | _PACKED | {"server"},
     "cli": _TOP | _PACKED | {"server", "commands"},

@@ -7,7 +7,7 @@ import torch
 
 from agens_engine.errors import AgensError
 from agens_engine.memory.kv import DenseKv, SlidingBuffer, WindowKv
-from agens_engine.memory.state import SequenceState
+from agens_engine.memory.state import KdaRows, SequenceState
 from agens_engine.model.batch import StepBatch
 from agens_engine.model.volundr import Volundr
 from agens_kernels.ref import kda
@@ -31,6 +31,7 @@ def run(model: Volundr, state: SequenceState, ids: list[int]) -> torch.Tensor:
 
 def fingerprint(state: SequenceState) -> list[torch.Tensor]:
     """Everything the next step can read: recurrent state, ids, windows and the far blocks visible at this length."""
+    state.flush()
     shapes, n = state.pool.shapes, state.num_tokens
     parts = [state.pool.states[:, state.slot], state.pool.tails[:, state.slot], torch.tensor(state.previous_ids)]
     for layer in shapes.window_layers:
@@ -83,6 +84,9 @@ def test_partial_commit_has_the_bytes_of_the_step_it_came_from(model: Volundr) -
     run(model, state, IDS[20:28])
     pending = dict(state._pending)
     state.commit(5)
+    assert torch.equal(pool.states[:, state.slot], before)  # deferred: nothing is stored yet
+    state.flush()
+    assert not state.deferred
     for index, rows in pending.items():
         q = torch.zeros_like(rows.k)
         a, b, c, d, e = (x[None, :5] for x in (q, rows.k, rows.v, rows.g, rows.beta))
@@ -90,6 +94,97 @@ def test_partial_commit_has_the_bytes_of_the_step_it_came_from(model: Volundr) -
         assert torch.equal(pool.states[index, state.slot], expected[0])
         assert not torch.equal(rows.final, expected[0])
     assert state.previous_ids == IDS[23:25]
+
+
+@pytest.mark.parametrize("accepted", range(1, 8))
+def test_rollback_has_the_bytes_of_a_recurrence_that_never_saw_the_rejected_rows(model: Volundr, accepted: int) -> None:
+    """The rows that are kept, one at a time and each committed whole, against a rollback to them out of 8."""
+    pool, gen = new_pool(model, 2), torch.Generator().manual_seed(accepted)
+    rolled, plain = pool.create(), pool.create()
+    (heads, keys, values), (taps, channels) = pool.shapes.kda_state, pool.shapes.conv_tail
+    rows = [
+        KdaRows(
+            u=torch.randn((8, channels), generator=gen),
+            k=torch.randn((8, heads, keys), generator=gen),
+            v=torch.randn((8, heads, values), generator=gen),
+            g=-torch.rand((8, heads, keys), generator=gen),
+            beta=torch.rand((8, heads), generator=gen),
+            final=torch.randn((heads, keys, values), generator=gen),
+        )
+        for _ in pool.shapes.kda_layers
+    ]
+    pool.states[:] = torch.randn(pool.states[:, :1].shape, generator=gen)
+    pool.tails[:] = torch.randn(pool.tails[:, :1].shape, generator=gen)
+    rolled.begin(range(8))
+    for index, record in enumerate(rows):
+        rolled.keep(index, record)
+    rolled.commit(accepted)
+    for row in range(accepted):
+        plain.begin([row])
+        for index, r in enumerate(rows):
+            u, k, v, g, beta = (x[row : row + 1] for x in (r.u, r.k, r.v, r.g, r.beta))
+            _, final = kda.recurrent(
+                k[None], k[None], v[None], g[None], beta[None], pool.states[index, plain.slot][None]
+            )
+            plain.keep(index, KdaRows(u, k, v, g, beta, final[0]))
+        plain.commit(1)
+    rolled.flush()
+    for stored in (pool.states, pool.tails):
+        assert stored[:, rolled.slot].numpy().tobytes() == stored[:, plain.slot].numpy().tobytes()
+    assert rolled.previous_ids == plain.previous_ids and rolled.num_tokens == plain.num_tokens == accepted
+    assert taps == pool.tails.shape[2]
+
+
+@pytest.mark.parametrize("accepted", range(9))
+def test_rollback_is_blind_to_what_was_rejected(model: Volundr, accepted: int) -> None:
+    """Two runs that differ only in rejected drafts hold the same bytes everywhere, and so does their next step."""
+    seen = []
+    for wrong in (1, 2):
+        state = new_pool(model, 1).create()
+        run(model, state, IDS[:21])
+        state.commit(21)
+        drafts = [(token + wrong) % 96 for token in IDS[21 + accepted : 29]]
+        run(model, state, IDS[21 : 21 + accepted] + drafts)
+        state.commit(accepted)
+        stored = fingerprint(state)
+        seen.append([*stored, run(model, state, IDS[21 + accepted : 29 + accepted])])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_rollback_of_a_batch_is_replayed_together_by_the_next_step(model: Volundr) -> None:
+    """Sequences that kept 0, 3, 3 and 8 of 8 rows; the next step replays them, each gets what it would get alone."""
+    kept, alone, together = [0, 3, 3, 8], [], []
+    for batched in (False, True):
+        pool = new_pool(model, 4)
+        states = [pool.create() for _ in kept]
+        for i, state in enumerate(states):
+            run(model, state, IDS[i : i + 20])
+            state.commit(20)
+            run(model, state, IDS[i + 20 : i + 28])
+            state.commit(kept[i])
+        parts = [(state, IDS[50 + i : 58 + i]) for i, state in enumerate(states)]
+        if batched:
+            with torch.inference_mode():
+                hidden, _ = model(StepBatch(parts, CPU))
+                together = list(model.logits(hidden).split(8))
+            assert not any(state.deferred for state in states)
+        else:
+            alone = [run(model, state, ids) for state, ids in parts]
+        for state in states:
+            state.commit(1)
+            state.flush()
+    assert max(float((a - b).abs().max()) for a, b in zip(alone, together, strict=True)) < 1e-4
+
+
+def test_snapshot_brings_the_stored_state_up_to_date(model: Volundr) -> None:
+    pool = new_pool(model, 2)
+    state, other = pool.create(), pool.create()
+    run(model, state, IDS[:20])
+    state.commit(20)
+    run(model, state, IDS[20:28])
+    state.commit(4)
+    other.restore(state.snapshot())
+    assert torch.equal(run(model, state, IDS[24:30]), run(model, other, IDS[24:30]))
 
 
 def test_snapshot_is_private_and_restores(model: Volundr) -> None:

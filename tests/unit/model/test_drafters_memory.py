@@ -87,7 +87,7 @@ def test_incremental_equals_one_shot(kind: str, num: int) -> None:
 def test_a_long_run_in_fixed_storage() -> None:
     """300 steps of 1..8 committed rows with a block after each, in the storage the plan would give."""
     model = random_dflash2()
-    room = [torch.full((2, rows_for(WINDOW, 8), 2, 8), 1e30) for _ in range(2)]
+    room = [torch.full((2, rows_for(WINDOW), 2, 8), 1e30) for _ in range(2)]
     context, rows, done = model.new_context(room), taps(1400), 0
     for step in range(300):
         size = 1 + step * 5 % 8
@@ -212,7 +212,7 @@ def test_a_windowed_head_sees_the_last_rows(window: int, sizes: list[int]) -> No
     """A window over 40 rows equals a fresh cache that was only ever given those rows (positions do not matter)."""
     head, gen = random_mtp(), torch.Generator().manual_seed(0)
     hidden, ids = torch.randn((40, 32), generator=gen), torch.randint(0, 96, (40,), generator=gen)
-    room = torch.full((2, rows_for(window, 40), 2, 16), 1e30)
+    room = torch.full((2, rows_for(window), 2, 16), 1e30)
     cache = head.new_cache(window, room)
     for h, i in zip(hidden.split(sizes), ids.split(sizes), strict=True):
         head.commit([cache], [h], [i], ENDS)

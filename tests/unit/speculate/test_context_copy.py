@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from agens_engine.core import DraftChain, DraftRun, StepResult
+from agens_engine.core import DraftChain, DraftRun, SamplingParams, StepResult
+from agens_engine.sampling.seeds import RequestStream
 from agens_engine.speculate.context_copy import FORGIVE_STEPS, ContextCopy
+from agens_engine.speculate.source import Ask
 from agens_engine.speculate.suffix_index import MAX_MATCH, SuffixIndex
 
 
@@ -15,16 +17,25 @@ from agens_engine.speculate.suffix_index import MAX_MATCH, SuffixIndex
 class Seq:
     token_ids: list[int]
     request_id: str = "r"
+    num_output_tokens: int = 0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stream: RequestStream = field(default_factory=lambda: RequestStream(0))
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
 
 
+def propose(copy: ContextCopy, seq: Seq, prefix: tuple[int, ...], num_slots: int) -> DraftRun | None:
+    (run,) = copy.propose([Ask(seq, prefix, num_slots)])
+    assert run is None or isinstance(run, DraftRun)
+    return run
+
+
 def proposal(tokens: list[int], num_slots: int = 7, prefix: tuple[int, ...] = ()) -> tuple[int, ...] | None:
     copy, seq = ContextCopy(), Seq(tokens)
     copy.begin(seq)
-    run = copy.propose(seq, prefix, num_slots)
+    run = propose(copy, seq, prefix, num_slots)
     assert run is None or (run.source == "copy" and run.q is None)
     return None if run is None else run.token_ids
 
@@ -64,9 +75,9 @@ def test_known_text_includes_the_other_source_s_drafts():
 def test_grows_with_the_sequence():
     copy, seq = ContextCopy(), Seq([1, 2, 3, 4, 9])
     copy.begin(seq)
-    assert copy.propose(seq, (), 2) is None
+    assert propose(copy, seq, (), 2) is None
     seq.token_ids += [1, 2, 3]
-    run = copy.propose(seq, (), 2)
+    run = propose(copy, seq, (), 2)
     assert run is not None and run.token_ids == (4, 9)
 
 
@@ -78,9 +89,9 @@ def test_back_off_asks_for_longer_matches_and_recovers():
     copy, seq = ContextCopy(), Seq([1, 2, 3, 10, 11, 1, 2, 3])
     copy.begin(seq)
     step(copy, seq, 0)
-    assert copy.propose(seq, (), 7) is None  # a match of 3 is no longer believed
+    assert propose(copy, seq, (), 7) is None  # a match of 3 is no longer believed
     step(copy, seq, 4)
-    assert copy.propose(seq, (), 7) is not None
+    assert propose(copy, seq, (), 7) is not None
 
 
 def test_back_off_is_forgiven_when_nothing_is_copied():
@@ -90,9 +101,9 @@ def test_back_off_is_forgiven_when_nothing_is_copied():
         step(copy, seq, 0)
     nothing = StepResult(DraftChain(), (1,), 0)
     for _ in range((MAX_MATCH - 3) * FORGIVE_STEPS):
-        assert copy.propose(seq, (), 7) is None
+        assert propose(copy, seq, (), 7) is None
         copy.observe(seq, nothing)
-    assert copy.propose(seq, (), 7) is not None
+    assert propose(copy, seq, (), 7) is not None
 
 
 def test_a_copy_behind_a_refused_draft_is_not_judged():
@@ -100,7 +111,7 @@ def test_a_copy_behind_a_refused_draft_is_not_judged():
     copy.begin(seq)
     chain = DraftChain((DraftRun("mtp", (4, 4)), DraftRun("copy", (1, 1))))
     copy.observe(seq, StepResult(chain, (4, 5), 1))
-    assert copy.propose(seq, (), 7) is not None
+    assert propose(copy, seq, (), 7) is not None
 
 
 def test_h9_h12_h15_state_belongs_to_one_request():
@@ -109,13 +120,13 @@ def test_h9_h12_h15_state_belongs_to_one_request():
     copy.begin(a)
     copy.begin(b)
     step(copy, b, 0)
-    assert copy.propose(b, (), 2) is None
-    run = copy.propose(a, (), 1)
+    assert propose(copy, b, (), 2) is None
+    run = propose(copy, a, (), 1)
     assert run is not None and run.token_ids == (10,)
     copy.end(a)
     again = Seq([1, 2, 3], "a")
     copy.begin(again)
-    assert copy.propose(again, (), 7) is None
+    assert propose(copy, again, (), 7) is None
     copy.end(again)
     copy.end(again)
     copy.end(b)
