@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from agens_engine.core import SamplingParams
+from agens_engine.core import ReasoningReport, SamplingParams
 from agens_engine.sampling.history import TokenHistory
 from agens_engine.sampling.rules.logit_bias import apply_logit_bias, check_logit_bias
 from agens_engine.sampling.rules.min_p import apply_min_p
 from agens_engine.sampling.rules.penalties import apply_penalties
-from agens_engine.sampling.rules.row_rules import RowRule, apply_effect
+from agens_engine.sampling.rules.reasoning import ReasoningRule
+from agens_engine.sampling.rules.row_rules import RowEffect, RowRule, apply_effect
 from agens_engine.sampling.rules.temperature import apply_temperature
 from agens_engine.sampling.rules.top_k import apply_top_k
 from agens_engine.sampling.rules.top_p import FIRST_CANDIDATES, apply_top_p
@@ -61,19 +62,26 @@ class SequenceSampler:
         self.num_output_tokens = 0
         self._unused = unused
         self._row_rules = tuple(row_rules)
+        self._asked: tuple[tuple[int, ...], Sequence[Sequence[RowEffect | None]]] | None = None
         repeats = params.repetition_penalty != 1.0
         self._penalised = repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self._history = TokenHistory(prompt_ids if repeats else ()) if self._penalised else None
         self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         self._bias_values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
 
+    def scores_are_logits(self, drafts: tuple[int, ...] = ()) -> bool:
+        """True when no rule but the unused-token mask changes the rows of these drafts: arg max needs no copy."""
+        if self._penalised or self.params.logit_bias:
+            return False
+        return all(effect is None for effects in self._effects(drafts) for effect in effects)
+
     @property
-    def scores_are_logits(self) -> bool:
-        """True when no rule but the unused-token mask changes this request's logits: arg max needs no copy."""
-        return not (self._penalised or self._row_rules or self.params.logit_bias)
+    def reasoning(self) -> ReasoningReport | None:
+        """How the thought of the answer went so far; None when nobody asked (Request.reasoning)."""
+        return next((rule.report for rule in self._row_rules if isinstance(rule, ReasoningRule)), None)
 
     def process_rows(self, logits: torch.Tensor, drafts: tuple[int, ...] = ()) -> ProcessedRows:
-        """Apply the rules to the rows of one sequence; changes neither the logits nor this object.
+        """Apply the rules to the rows of one sequence; the logits and the state of the rules stay as they are.
 
         logits   [R, V], R = len(drafts) + 1, any float type; row j was computed with drafts[:j] in the context
         drafts   the drafted tokens, in slot order
@@ -87,6 +95,7 @@ class SequenceSampler:
     def commit(self, token_ids: Sequence[int]) -> None:
         """These tokens were appended to the answer, in order."""
         self.num_output_tokens += len(token_ids)
+        self._asked = None
         if self._history is not None:
             self._history.append(token_ids)
         for rule in self._row_rules:
@@ -107,10 +116,16 @@ class SequenceSampler:
             )
         if self.params.logit_bias:
             apply_logit_bias(scores, self._bias_ids.to(device), self._bias_values.to(device))
-        for rule in self._row_rules:
-            for row, effect in zip(scores, rule.effects(drafts), strict=True):
+        for effects in self._effects(drafts):
+            for row, effect in zip(scores, effects, strict=True):
                 if effect is not None:
                     apply_effect(row, effect)
+
+    def _effects(self, drafts: tuple[int, ...]) -> Sequence[Sequence[RowEffect | None]]:
+        """What every row rule asks of every row; asked for twice in a step, so the answer is kept until commit."""
+        if self._asked is None or self._asked[0] != drafts:
+            self._asked = (drafts, [rule.effects(drafts) for rule in self._row_rules])
+        return self._asked[1]
 
     def _distribution(self, scores: torch.Tensor) -> torch.Tensor:
         top_k = self.params.top_k

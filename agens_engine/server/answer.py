@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agens_engine.core import FinishReason, StepEvent, TokenLogprob
-from agens_engine.text.output import Answer, Delta, ToolCallDelta, collect
+from agens_engine.text.output import Answer, Delta, OutputParser, ToolCallDelta, collect
 from agens_engine.text.tokenizer import Tokenizer
 
 # JSON has no -Infinity; this stands for "impossible", as OpenAI's API does it
@@ -34,11 +34,12 @@ class ChoiceAnswer:
         return collect(self.deltas)
 
 
-def finish_reason(reason: FinishReason, *, has_calls: bool, call_cut_off: bool = False) -> str:
-    """The API's word. A call that was cut off is never reported as a call to run (case A10)."""
-    if reason is FinishReason.STOP and has_calls and not call_cut_off:
+def finish_reason(last: StepEvent, watch: OutputParser) -> str:
+    """OpenAI's word for how a choice ended. A call that was cut off is never reported as a call to run (case A10)."""
+    assert last.finish_reason is not None
+    if last.finish_reason is FinishReason.STOP and watch.num_calls and not watch.call_cut_off:
         return "tool_calls"
-    return reason.value
+    return last.finish_reason.value
 
 
 def merge_deltas(deltas: list[Delta]) -> list[Delta]:

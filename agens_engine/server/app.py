@@ -15,16 +15,22 @@ from typing import Any
 from aiohttp import web
 
 from agens_engine.errors import UsageError
-from agens_engine.server import model_routes, openai_chat, openai_completions
+from agens_engine.server import model_routes
+from agens_engine.server.anthropic_messages import count_tokens, prepare_message
 from agens_engine.server.auth import Handler, api_key_middleware
-from agens_engine.server.errors import error_parts, error_response
+from agens_engine.server.dialect import handler as dialect_handler
+from agens_engine.server.errors import anthropic_parts, error_parts, error_response
 from agens_engine.server.generation import EngineLike
 from agens_engine.server.host import HOST, REQUEST_ID, HostState, ModelHost
 from agens_engine.server.model_text import ModelText
+from agens_engine.server.openai_chat import prepare_chat
+from agens_engine.server.openai_completions import prepare_completion
+from agens_engine.server.openai_responses import prepare_response
 from agens_engine.settings import Settings
 
 log = logging.getLogger(__name__)
 
+_ANTHROPIC_PATH = "/v1/messages"
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 # what handlers get, after the engine ended their generations, to write their last frames
 _LAST_FRAMES_SECONDS = 5.0
@@ -42,8 +48,11 @@ def make_app(host: ModelHost) -> web.Application:
     app[HOST] = host
     app.add_routes(
         [
-            web.post("/v1/chat/completions", openai_chat.chat_completions),
-            web.post("/v1/completions", openai_completions.completions),
+            web.post("/v1/chat/completions", dialect_handler(prepare_chat)),
+            web.post("/v1/completions", dialect_handler(prepare_completion)),
+            web.post("/v1/responses", dialect_handler(prepare_response)),
+            web.post("/v1/messages", dialect_handler(prepare_message)),
+            web.post("/v1/messages/count_tokens", count_tokens),
             web.get("/v1/models", model_routes.list_models),
             web.get("/v1/models/{name:.+}", model_routes.get_model),
             web.post("/tokenize", model_routes.tokenize),
@@ -67,7 +76,8 @@ async def _errors_and_ids(request: web.Request, handler: Handler) -> web.StreamR
         log.info("%s %s %s: the client went away", request_id, request.method, request.path)
         raise
     except Exception as error:
-        status, body = error_parts(error)
+        parts = anthropic_parts if request.path.startswith(_ANTHROPIC_PATH) else error_parts
+        status, body = parts(error)
         log.info("%s %s %s: %d %s", request_id, request.method, request.path, status, body["error"]["message"])
         return error_response(error, status, body, request_id)
     if not response.prepared:

@@ -1,4 +1,7 @@
-"""The API key: `Authorization: Bearer KEY`, compared in constant time. /health stays open for supervisors."""
+"""The API key: `Authorization: Bearer KEY` or `x-api-key: KEY`, compared in constant time.
+
+/health stays open for supervisors.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,15 @@ def api_key_middleware(api_key: str | None) -> Any:
 
 
 def _check(request: web.Request, expected: bytes) -> None:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    given = [bearer] if scheme.lower() == "bearer" else []
+    given += request.headers.getall("x-api-key", [])
     # headers may carry bytes that are not UTF-8; aiohttp hands them over as surrogates
-    if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(errors="surrogateescape"), expected):
+    if any(hmac.compare_digest(key.strip().encode(errors="surrogateescape"), expected) for key in given):
         return
-    if scheme:
+    if scheme or given:
         raise AuthenticationError("the API key is wrong", code="invalid_api_key")
     raise AuthenticationError(
-        "this server asks for an API key; send it as the header 'Authorization: Bearer KEY'", code="missing_api_key"
+        "this server asks for an API key; send it as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+        code="missing_api_key",
     )

@@ -1,34 +1,44 @@
-"""A chat request: JSON fields -> ChatRequest -> prompt ids and the watch that reads the answer."""
+"""A conversation to answer: JSON fields -> ChatRequest -> prompt ids and how to read the answer -> Job."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agens_engine.errors import RequestError
+from agens_engine.server.constraints import parse_call_plan
 from agens_engine.server.fields import Fields, wrong
+from agens_engine.server.host import LoadedModel
+from agens_engine.server.job import Job, Prompt, make_job
+from agens_engine.server.model_text import ModelText
 from agens_engine.server.options import GenerationOptions, SamplingDefaults, parse_options
+from agens_engine.text.call_grammar import CallPlan
 from agens_engine.text.messages import Conversation, normalise_messages
 from agens_engine.text.output import OutputOptions
 from agens_engine.text.reasoning import CallMode
 from agens_engine.text.template import RenderedPrompt
 
-if TYPE_CHECKING:
-    from agens_engine.server.model_text import ModelText
-
 log = logging.getLogger(__name__)
 
 MAX_TOP_LOGPROBS = 20
-# What the server itself gives the template; a client's chat_template_kwargs may not overrule it.
-_RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
+# Fields of this dialect that others have no form for, or mean otherwise.
+_CHAT_ONLY = frozenset(
+    "messages tool_choice n logprobs top_logprobs stream_options response_format max_completion_tokens "
+    "add_generation_prompt continue_final_message prompt text reasoning system thinking".split()
+)
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """tools: function tools in OpenAI's nested form, as offered to the model (none when tool_choice is "none").
-    template_kwargs: variables for the template, reasoning_effort and enable_thinking among them."""
+    """What every dialect that holds a conversation is translated to.
+
+    tools            function tools in OpenAI's nested form, as offered to the model (none when tool_choice is "none")
+    template_kwargs  variables for the template, reasoning_effort and enable_thinking among them
+    param            the field that held the conversation, for errors
+    calls            how the answer's grammar treats calls; None: it says nothing about them
+    """
 
     model: str | None
     conversation: Conversation
@@ -38,16 +48,48 @@ class ChatRequest:
     add_generation_prompt: bool
     continue_final_message: bool
     options: GenerationOptions
+    param: str
+    calls: CallPlan | None = None
 
 
-def parse_chat(fields: Fields, defaults: SamplingDefaults) -> ChatRequest:
-    """Read the body of /v1/chat/completions; raises RequestError naming the field."""
+@dataclass(frozen=True)
+class TranslatedChat:
+    """Another dialect's body as the fields of a chat request; message_names: where the client wrote each message."""
+
+    fields: Fields
+    message_names: Sequence[str]
+
+    def parse(self, defaults: SamplingDefaults) -> ChatRequest:
+        return parse_chat(self.fields, defaults, self.message_names)
+
+
+def chat_fields(
+    body: Fields, values: Mapping[str, Any], names: Mapping[str, str], message_names: Sequence[str]
+) -> TranslatedChat:
+    """The translated `values` on top of what both dialects call the same.
+
+    names   what the client calls the fields that were translated, for errors
+    """
+    shared = {key: value for key, value in body.values.items() if key not in _CHAT_ONLY and key not in names}
+    given = {key: value for key, value in values.items() if value is not None}
+    return TranslatedChat(Fields({**shared, **given}, names=names), message_names)
+
+
+def parse_chat(fields: Fields, defaults: SamplingDefaults, message_names: Sequence[str] | None = None) -> ChatRequest:
+    """Read the body of /v1/chat/completions, or one translated to it; raises RequestError naming the field.
+
+    message_names   where the client wrote each message, for a translated body
+    """
     if fields.get("messages") is None:
         raise RequestError("messages is missing; give a list with at least one message", param="messages")
-    conversation = normalise_messages(fields.get("messages"))
-    tools, call_mode = _offered_tools(fields)
-    _check_response_format(fields)
+    conversation = normalise_messages(fields.get("messages"), names=message_names)
+    listed = _function_tools(fields.items("tools") or [], fields.name("tools"))
+    options = parse_options(fields, defaults, _logprobs(fields))
+    calls = parse_call_plan(fields, listed, options.answer)
+    tools, call_mode = _offered_tools(fields, listed)
     add_generation_prompt, continue_final = _final_message(fields, conversation)
+    if continue_final and (options.answer is not None or (calls is not None and calls.required)):
+        fields.refuse("continue_final_message", "a grammar holds for a whole answer and cannot continue a begun one")
     request = ChatRequest(
         model=fields.text("model"),
         conversation=conversation,
@@ -56,7 +98,9 @@ def parse_chat(fields: Fields, defaults: SamplingDefaults) -> ChatRequest:
         template_kwargs=_template_kwargs(fields),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final,
-        options=parse_options(fields, defaults, _logprobs(fields)),
+        options=options,
+        param=fields.name("messages"),
+        calls=calls,
     )
     fields.warn_unread()
     return request
@@ -84,6 +128,13 @@ def output_options(chat: ChatRequest, prompt: RenderedPrompt) -> OutputOptions:
     )
 
 
+def chat_job(chat: ChatRequest, model: LoadedModel, response_id: str) -> Job:
+    """Render the conversation and make engine requests of it."""
+    prompt = render_chat(chat, model.text)
+    reading = output_options(chat, prompt)
+    return make_job(model, response_id, [Prompt(prompt.token_ids, reading, chat.param, chat.calls)], chat.options)
+
+
 def _logprobs(fields: Fields) -> int | None:
     """Chat spells it as a switch and a count."""
     on = fields.flag("logprobs")
@@ -93,18 +144,11 @@ def _logprobs(fields: Fields) -> int | None:
     return (top or 0) if on else None
 
 
-def _offered_tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], CallMode]:
-    tools = tuple(_function_tools(fields.items("tools") or [], fields.name("tools")))
-    choice = fields.get("tool_choice")
-    name = fields.name("tool_choice")
-    if choice == "required" or isinstance(choice, dict):
-        message = f"{name}: forcing a tool call is not supported by this server yet; use auto or none"
-        raise RequestError(message, param=name)
-    if choice not in (None, "auto", "none"):
-        raise wrong(name, "auto, none, required or an object that names a tool", choice)
-    if not tools:
+def _offered_tools(fields: Fields, listed: Sequence[dict[str, Any]]) -> tuple[tuple[dict[str, Any], ...], CallMode]:
+    """The tools the model is told about, and what becomes of calls in its answer."""
+    if not listed:
         return (), "show"
-    return ((), "drop") if choice == "none" else (tools, "parse")
+    return ((), "drop") if fields.get("tool_choice") == "none" else (tuple(listed), "parse")
 
 
 def _function_tools(tools: list[Any], path: str) -> list[dict[str, Any]]:
@@ -138,18 +182,6 @@ def _function_tool(entry: Fields) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in entry.values.items() if key != "type"}}
 
 
-def _check_response_format(fields: Fields) -> None:
-    raw = fields.object("response_format")
-    if raw is None:
-        return
-    kind = Fields(raw, fields.name("response_format")).text("type")
-    name = fields.name("response_format.type")
-    if kind in ("json_object", "json_schema"):
-        raise RequestError(f"{name}: {kind} is not supported by this server yet; only text is", param=name)
-    if kind != "text":
-        raise wrong(name, "text", kind)
-
-
 def _final_message(fields: Fields, conversation: Conversation) -> tuple[bool, bool]:
     """Whether a new assistant turn is opened, or the last one is continued."""
     asked = fields.flag("add_generation_prompt")
@@ -169,10 +201,6 @@ def _final_message(fields: Fields, conversation: Conversation) -> tuple[bool, bo
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
     """chat_template_kwargs, passed through; the two known ones are also accepted at top level."""
     extra = fields.object("chat_template_kwargs") or {}
-    for key in _RESERVED_KWARGS:
-        if key in extra:
-            name = fields.name(f"chat_template_kwargs.{key}")
-            raise RequestError(f"{name} is set by the server; use the field of the request", param=name)
     inner = Fields(extra, fields.name("chat_template_kwargs"))
     known = {
         "reasoning_effort": _first(inner.text("reasoning_effort"), fields.text("reasoning_effort")),

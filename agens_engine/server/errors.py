@@ -1,6 +1,7 @@
 """The one place that turns an exception into the API's error JSON, for answers and for events inside a stream.
 
-    {"error": {"message": what, limit, way out, "type": kind of error, "param": field or null, "code": reason or null}}
+OpenAI     {"error": {"message": what, limit, way out, "type": kind, "param": field or null, "code": reason or null}}
+Anthropic  {"type": "error", "error": {"type": kind, "message": what, limit, way out}}
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from agens_engine.errors import AgensError, EngineStoppedError, NotFoundError, RequestError
+from agens_engine.errors import AgensError, ContextLengthError, EngineStoppedError, NotFoundError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,15 @@ _TYPE_OF_STATUS = {
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+}
+
+
+_ANTHROPIC_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -53,6 +63,17 @@ def error_parts(error: BaseException) -> tuple[int, dict[str, Any]]:
         return error.status, _body(error.status, _http_message(error), None, _HTTP_CODES.get(error.status))
     log.error("internal error while serving a request", exc_info=error)
     return 500, _body(500, "internal error; the server's log has the details", None, "internal_error")
+
+
+def anthropic_parts(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The same in the form of the Messages API."""
+    status, body = error_parts(error)
+    message = body["error"]["message"]
+    if isinstance(error, ContextLengthError):
+        # clients of this API recognise a full context by these words, and then shorten the conversation
+        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens} maximum; {message}"
+    kind = _ANTHROPIC_TYPE_OF_STATUS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return status, {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_response(error: BaseException, status: int, body: dict[str, Any], request_id: str) -> web.Response:

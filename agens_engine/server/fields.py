@@ -61,14 +61,19 @@ def wrong(param: str, allowed: str, value: Any, *, code: str | None = None) -> R
 
 
 class Fields:
-    """One JSON object being read. `path` is its place in the body and leads every error (`tools[0].function`)."""
+    """One JSON object being read. `path` is its place in the body and leads every error (`tools[0].function`).
 
-    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+    names   what the client calls a field whose key here is another, for bodies translated from another dialect
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "", names: Mapping[str, str] | None = None) -> None:
         self.values = values
         self.path = path
+        self._names = names or {}
         self._read: set[str] = set()
 
     def name(self, key: str) -> str:
+        key = self._names.get(key, key)
         return f"{self.path}.{key}" if self.path else key
 
     def get(self, key: str) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
-from agens_engine.core import FinishReason, OutputWatch, Request, StepEvent
+from agens_engine.core import FinishReason, Grammar, OutputWatch, ReasoningControl, Request, StepEvent
 from agens_engine.errors import ContextLengthError, EngineStoppedError
 from agens_engine.server.errors import GenerationFailedError, OverloadedError
 from agens_engine.server.options import GenerationOptions
@@ -57,9 +57,15 @@ def make_choices(
     max_tokens: int,
     end_token_ids: frozenset[int],
     new_watch: Callable[[], OutputWatch],
+    reasoning: ReasoningControl | None = None,
+    grammar: Grammar | None = None,
 ) -> list[Request]:
-    """`options.n` engine requests over one prompt. A given seed is counted up, so the choices differ and repeat."""
-    stops = options.stop_token_ids | (frozenset() if options.ignore_eos else end_token_ids)
+    """`options.n` engine requests over one prompt. A given seed is counted up, so the choices differ and repeat.
+
+    An answer with a grammar always ends where its grammar does: ignore_eos cannot make it go on.
+    """
+    goes_on = options.ignore_eos and grammar is None
+    stops = options.stop_token_ids | (frozenset() if goes_on else end_token_ids)
     choices = []
     for index in range(options.n):
         sampling = options.sampling
@@ -75,6 +81,9 @@ def make_choices(
                 watch=new_watch(),
                 speculation=options.speculation,
                 draft_sources=options.draft_sources,
+                reasoning=reasoning,
+                grammar=grammar,
+                cache_prompt=options.cache_prompt,
             )
         )
     return choices

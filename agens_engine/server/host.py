@@ -114,6 +114,9 @@ def sampling_defaults(settings: Settings, checkpoint: Mapping[str, Any]) -> Samp
         "top_p": settings.top_p,
         "top_k": settings.top_k,
         "min_p": settings.min_p,
+        "reasoning_budget": settings.reasoning_budget,
+        "reasoning_budget_soft_bias": settings.reasoning_budget_soft_bias,
+        "repetition_guard": settings.repetition_guard,
     }
     return SamplingDefaults(**{**checkpoint, **{name: value for name, value in values.items() if value is not None}})
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agens_engine.errors import CheckpointError
 from agens_engine.model_files import model_name, resolve_model
+from agens_engine.text.grammars import GrammarCompiler
 from agens_engine.text.template import ChatTemplate
 from agens_engine.text.tokenizer import Tokenizer, read_json
 
@@ -19,6 +20,10 @@ class ModelText:
     directory: Path
     tokenizer: Tokenizer
     template: ChatTemplate
+    grammars: GrammarCompiler = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grammars", GrammarCompiler(self.tokenizer))
 
     @classmethod
     def load(cls, model: str) -> ModelText:

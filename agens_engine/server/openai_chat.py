@@ -2,122 +2,73 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from aiohttp import web
-
-from agens_engine.core import Request, StepEvent
+from agens_engine.core import StepEvent
 from agens_engine.server.answer import ChoiceAnswer, chat_logprobs, finish_reason, merge_deltas
-from agens_engine.server.chat_request import ChatRequest, output_options, parse_chat, render_chat
-from agens_engine.server.fields import Fields, parse_body
-from agens_engine.server.generation import EventStream, make_choices, output_budget
-from agens_engine.server.host import HOST, REQUEST_ID, LoadedModel
-from agens_engine.server.sse import frame, stream_events
-from agens_engine.server.usage import timings_json, usage_json
-from agens_engine.text.output import ContentDelta, Delta, OutputParser, ReasoningDelta
+from agens_engine.server.chat_request import chat_job, parse_chat
+from agens_engine.server.dialect import Reply
+from agens_engine.server.fields import Fields
+from agens_engine.server.host import LoadedModel
+from agens_engine.server.job import Job
+from agens_engine.server.sse import DONE, frame
+from agens_engine.server.usage import timings_json
+from agens_engine.text.output import ContentDelta, Delta, ReasoningDelta
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    model = request.app[HOST].require()
-    body = await request.read()
-    chat, requests = await asyncio.to_thread(lambda: prepare_chat(Fields(parse_body(body)), model))
-    reply = _ChatReply(model, chat, requests)
-    async with model.generator.open(requests) as stream:
-        if chat.options.stream:
-            return await stream_events(
-                request, stream, reply, model.keep_alive_seconds, {"x-request-id": request[REQUEST_ID]}
-            )
-        return web.json_response(await reply.whole(stream))
-
-
-def prepare_chat(fields: Fields, model: LoadedModel) -> tuple[ChatRequest, list[Request]]:
-    """From a request's fields to engine requests; takes a while for long conversations, so call it on a thread."""
+def prepare_chat(fields: Fields, model: LoadedModel) -> ChatReply:
     model.check_name(fields.text("model"))
-    chat = parse_chat(fields, model.defaults)
-    prompt = render_chat(chat, model.text)
-    budget = output_budget(
-        len(prompt.token_ids),
-        chat.options.max_tokens,
-        model.engine.context_tokens,
-        model.max_output_tokens,
-        param="messages",
-    )
-    reading = output_options(chat, prompt)
-    return chat, make_choices(
-        f"chatcmpl-{uuid.uuid4().hex}",
-        prompt.token_ids,
-        chat.options,
-        max_tokens=budget,
-        end_token_ids=model.text.tokenizer.end_token_ids,
-        new_watch=lambda: OutputParser(model.text.tokenizer, reading),
-    )
+    return ChatReply(chat_job(parse_chat(fields, model.defaults), model, f"chatcmpl-{uuid.uuid4().hex}"))
 
 
-class _ChatReply:
-    """Writes the answer to one chat request in this dialect, whole or chunk by chunk."""
+class ChatReply(Reply):
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._with_logprobs = job.options.sampling.logprobs is not None
+        self._head = {"id": job.response_id, "created": job.created, "model": job.model.name}
 
-    def __init__(self, model: LoadedModel, chat: ChatRequest, requests: Sequence[Request]) -> None:
-        self._model = model
-        self._options = chat.options
-        self._watches = [request.watch for request in requests]
-        self._head = {
-            "id": requests[0].request_id.rpartition("-")[0],
-            "created": int(time.time()),
-            "model": model.name,
-        }
-        self._last: dict[int, StepEvent] = {}
-
-    async def whole(self, stream: EventStream) -> dict[str, Any]:
-        answers = [ChoiceAnswer() for _ in range(self._options.n)]
-        async for item in stream.events():
-            if item is not None:
-                index, event = item
-                answers[index].add(event)
-        last = [answer.last for answer in answers if answer.last is not None]
+    def whole(self, answers: Sequence[ChoiceAnswer]) -> dict[str, Any]:
         return {
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
-            "usage": usage_json(last),
-            "timings": timings_json(last),
+            "usage": self.usage().openai(),
+            "timings": timings_json(list(self.ends.values())),
         }
 
     def first_frames(self) -> bytes:
-        roles = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._options.n)]
+        roles = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self.job.requests))]
         return b"".join(frame(chunk) for chunk in roles)
 
     def event_frames(self, index: int, event: StepEvent) -> bytes:
         """The chunks of one step. Log-probabilities ride on the first of them."""
         chunks = [self._chunk(index, _delta_json(delta)) for delta in merge_deltas(event.deltas)]
-        if self._options.sampling.logprobs is not None and event.logprobs:
+        if self._with_logprobs and event.logprobs:
             if not chunks:  # tokens that are not visible, or not yet
                 chunks = [self._chunk(index, {})]
-            chunks[0]["choices"][0]["logprobs"] = chat_logprobs(event.logprobs, self._model.text.tokenizer)
+            chunks[0]["choices"][0]["logprobs"] = chat_logprobs(event.logprobs, self.job.model.text.tokenizer)
         if event.finish_reason is not None:
-            self._last[index] = event
             final = self._chunk(index, {})
-            final["choices"][0]["finish_reason"] = self._finish_reason(index, event)
+            final["choices"][0]["finish_reason"] = finish_reason(event, self.job.watch(index))
+            final["choices"][0]["limits"] = self.job.limits(index, event)
             final["timings"] = timings_json([event])
             chunks.append(final)
         return b"".join(frame(chunk) for chunk in chunks)
 
     def last_frames(self) -> bytes:
-        """The usage chunk, only when it was asked for (case I11)."""
-        if not self._options.include_usage:
-            return b""
-        usage = usage_json([self._last[index] for index in sorted(self._last)])
-        return frame({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+        """The usage chunk, only when it was asked for (case I11), and the end mark."""
+        if not self.job.options.include_usage:
+            return DONE
+        usage = self.usage().openai()
+        return frame({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}) + DONE
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
     def _choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
-        assert answer.last is not None
         said = answer.collect()
         message: dict[str, Any] = {"role": "assistant", "content": said.content}
         if said.reasoning is not None:
@@ -126,20 +77,14 @@ class _ChatReply:
             message["tool_calls"] = said.tool_calls
         elif message["content"] is None:
             message["content"] = ""
-        logprobs = None
-        if self._options.sampling.logprobs is not None:
-            logprobs = chat_logprobs(answer.logprobs, self._model.text.tokenizer)
+        logprobs = chat_logprobs(answer.logprobs, self.job.model.text.tokenizer) if self._with_logprobs else None
         return {
             "index": index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": self._finish_reason(index, answer.last),
+            "finish_reason": finish_reason(self.ends[index], self.job.watch(index)),
+            "limits": self.job.limits(index, self.ends[index]),
         }
-
-    def _finish_reason(self, index: int, event: StepEvent) -> str:
-        watch = self._watches[index]
-        assert event.finish_reason is not None and isinstance(watch, OutputParser)
-        return finish_reason(event.finish_reason, has_calls=watch.num_calls > 0, call_cut_off=watch.call_cut_off)
 
 
 def _delta_json(delta: Delta) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from typing import Any
 
 from agens_engine.core import SamplingParams
 from agens_engine.errors import RequestError
+from agens_engine.server.constraints import parse_answer_format
 from agens_engine.server.fields import Fields, wrong
+from agens_engine.text.grammars import AnswerFormat
 from agens_engine.text.stops import parse_stops
 
 MAX_CHOICES = 64
@@ -15,18 +17,11 @@ _SEED_LIMIT = 2**63
 
 # Fields other servers know that would change the answer. Ignoring them would be a lie, so they are refused by name.
 _NOT_SUPPORTED = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "grammar",
     "prompt_logprobs",
     "functions",
     "function_call",
     "bad_words",
     "min_tokens",
-    "reasoning_budget",
 )
 
 
@@ -39,10 +34,15 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    reasoning_budget: int | None = None
+    reasoning_budget_soft_bias: float = 0.0
+    repetition_guard: bool = True
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
+    """answer: the form that the answer's text must have, or None; the other names are those of core.Request."""
+
     sampling: SamplingParams
     n: int = 1
     max_tokens: int | None = None
@@ -53,6 +53,11 @@ class GenerationOptions:
     draft_sources: frozenset[str] | None = None
     stream: bool = False
     include_usage: bool = False
+    answer: AnswerFormat | None = None
+    reasoning_budget: int | None = None
+    reasoning_soft_bias: float = 0.0
+    repetition_guard: bool = True
+    cache_prompt: bool = True
 
 
 def parse_options(fields: Fields, defaults: SamplingDefaults, logprobs: int | None) -> GenerationOptions:
@@ -74,6 +79,11 @@ def parse_options(fields: Fields, defaults: SamplingDefaults, logprobs: int | No
         draft_sources=_draft_sources(fields),
         stream=stream,
         include_usage=_include_usage(fields, stream),
+        answer=parse_answer_format(fields),
+        reasoning_budget=_reasoning_budget(fields, defaults.reasoning_budget),
+        reasoning_soft_bias=_soft_bias(fields, defaults.reasoning_budget_soft_bias),
+        repetition_guard=defaults.repetition_guard if (guard := fields.flag("repetition_guard")) is None else guard,
+        cache_prompt=fields.flag("cache_prompt") is not False,
     )
 
 
@@ -85,9 +95,7 @@ def refuse_unsupported(fields: Fields) -> None:
 
 
 def _means_off(key: str, value: Any) -> bool:
-    if key == "reasoning_budget" and (isinstance(value, bool) or not isinstance(value, int)):
-        return True  # spec serving.md section 5: what is not an integer is ignored there
-    if key in ("reasoning_budget", "min_tokens") and isinstance(value, int):
+    if key == "min_tokens" and isinstance(value, int):
         return value <= 0
     return value is None or value is False or value == []
 
@@ -146,6 +154,19 @@ def _max_tokens(fields: Fields) -> int | None:
     older = fields.whole("max_tokens", low=1)
     newer = fields.whole("max_completion_tokens", low=1)
     return older if newer is None else newer
+
+
+def _reasoning_budget(fields: Fields, default: int | None) -> int | None:
+    """What is not an integer is ignored; 0 and below turn the server's default off (spec serving.md section 5)."""
+    value = fields.get("reasoning_budget")
+    if isinstance(value, bool) or not isinstance(value, int):
+        value = default
+    return value if value is not None and value > 0 else None
+
+
+def _soft_bias(fields: Fields, default: float) -> float:
+    value = fields.number("reasoning_budget_soft_bias")
+    return default if value is None else value
 
 
 def _draft_sources(fields: Fields) -> frozenset[str] | None:

@@ -16,7 +16,7 @@ Results are put in the order of the calls they answer, because templates pair th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,16 +41,20 @@ class Conversation:
     images: tuple[ImagePart, ...] = ()
 
 
-def normalise_messages(messages: Any, *, allow_images: bool = False) -> Conversation:
+def normalise_messages(
+    messages: Any, *, allow_images: bool = False, names: Sequence[str] | None = None
+) -> Conversation:
     """Check `messages` and bring them into template form.
 
+    names   where the client wrote each message, when it was not in `messages` (another dialect was translated)
     raises  RequestError whose `param` names the message and field at fault; an image part is one unless allow_images
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError("messages must be a list with at least one message", param="messages")
     images: list[ImagePart] = []
-    normal = [_message(m, f"messages[{i}]", images, allow_images) for i, m in enumerate(messages)]
-    return Conversation(_pair_results(normal), tuple(images))
+    names = names or [f"messages[{i}]" for i in range(len(messages))]
+    normal = [_message(m, name, images, allow_images) for m, name in zip(messages, names, strict=True)]
+    return Conversation(_pair_results(normal, names), tuple(images))
 
 
 def _message(message: Any, param: str, images: list[ImagePart], allow_images: bool) -> dict[str, Any]:
@@ -130,13 +134,17 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
         raise RequestError(f"{param}.function.name must be a non-empty string", param=f"{param}.function.name")
     normal: dict[str, Any] = {
         "type": "function",
-        "function": {"name": name, "arguments": _arguments(function.get("arguments"), f"{param}.function.arguments")},
+        "function": {
+            "name": name,
+            "arguments": call_arguments(function.get("arguments"), f"{param}.function.arguments"),
+        },
     }
     call_id = _optional_text(call.get("id"), f"{param}.id")
     return {"id": call_id, **normal} if call_id is not None else normal
 
 
-def _arguments(arguments: Any, param: str) -> dict[str, Any]:
+def call_arguments(arguments: Any, param: str) -> dict[str, Any]:
+    """The arguments of a call, given as JSON text or as they are; raises RequestError naming `param`."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
@@ -149,7 +157,7 @@ def _arguments(arguments: Any, param: str) -> dict[str, Any]:
     return {str(key): value for key, value in arguments.items()}
 
 
-def _pair_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _pair_results(messages: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """Put each run of tool messages in the order of the calls directly before it; refuse what cannot be paired."""
     paired: list[dict[str, Any]] = []
     calls: list[str] | None = None  # ids of the last assistant turn, None where it gave none or is not directly before
@@ -163,20 +171,22 @@ def _pair_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         end = start
         while end < len(messages) and messages[end]["role"] == "tool":
             end += 1
-        paired.extend(_in_call_order(messages[start:end], calls or [], start))
+        paired.extend(_in_call_order(messages[start:end], calls or [], names, start))
         start = end
     return paired
 
 
-def _in_call_order(results: list[dict[str, Any]], calls: list[Any], first_idx: int) -> list[dict[str, Any]]:
+def _in_call_order(
+    results: list[dict[str, Any]], calls: list[Any], names: Sequence[str], first_idx: int
+) -> list[dict[str, Any]]:
     if not any("tool_call_id" in r for r in results) or (calls and all(c is None for c in calls)):
         return results  # nobody named anything: the order given is all there is
     if len(set(calls)) != len(calls):
-        param = f"messages[{first_idx - 1}].tool_calls"
+        param = f"{names[first_idx - 1]}.tool_calls"
         raise RequestError(f"{param} has two calls with the same id; ids must differ", param=param)
     found: dict[str, dict[str, Any]] = {}
     for i, result in enumerate(results, first_idx):
-        param = f"messages[{i}].tool_call_id"
+        param = f"{names[i]}.tool_call_id"
         call_id = result.get("tool_call_id")
         if call_id is None:
             raise RequestError(f"{param} is missing, though other results of the same turn have one", param=param)
@@ -193,7 +203,7 @@ def _in_call_order(results: list[dict[str, Any]], calls: list[Any], first_idx: i
     if not all(answered[: sum(answered)]):
         missing = calls[answered.index(False)]
         raise RequestError(
-            f"messages[{first_idx}]: the call {missing!r} has no result though a later one has; send one for each call",
-            param=f"messages[{first_idx}]",
+            f"{names[first_idx]}: the call {missing!r} has no result though a later one has; send one for each call",
+            param=names[first_idx],
         )
     return [found[c] for c in calls if c in found]

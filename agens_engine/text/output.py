@@ -77,6 +77,7 @@ class OutputParser:
 
     stop_hit    the stop string that ended the answer, or None
     num_calls   tool calls announced so far
+    num_reasoning_tokens  tokens of the thought so far, its markers not counted
     call_cut_off  the last call was not finished by the model: its missing parts were left out (finish_reason `length`)
     """
 
@@ -103,6 +104,7 @@ class OutputParser:
         self._stop_texts = {i: stop for stop in options.stops if (i := tokenizer.id_of(stop)) is not None}
         self._finished = False
         self.stop_hit: str | None = None
+        self.num_reasoning_tokens = 0
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -128,6 +130,8 @@ class OutputParser:
         """
         if self.stop_hit is not None or self._finished:
             return [], True
+        if token_id not in self._markers and self._splitter.in_reasoning:
+            self.num_reasoning_tokens += 1
         if self._tokenizer.is_special(token_id) and token_id not in self._shown_ids:
             return self._push_special(token_id)
         if token_id in self._stop_texts:  # shown, but the client asked to end there

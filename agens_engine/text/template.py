@@ -28,7 +28,8 @@ from agens_engine.text.tokenizer import Tokenizer, read_json
 
 # An open <|think|> counts when it is among the last so many prompt tokens (spec section 5).
 _OPEN_THINK_WINDOW = 16
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+# What is given to the template here, or means something to Jinja; chat_template_kwargs may not overrule it.
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "self"})
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class ChatTemplate:
         taken = sorted(_RESERVED & variables.keys())
         if taken:
             raise RequestError(
-                f"chat_template_kwargs must not set {taken[0]}; the request has a field of its own for it",
+                f"chat_template_kwargs must not set {taken[0]}, which the server sets; use the request's own fields",
                 param=f"chat_template_kwargs.{taken[0]}",
             )
         arguments = (conversation.messages, tools, add_generation_prompt, continue_final_message)

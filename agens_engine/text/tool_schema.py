@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from agens_engine.text.schema_refs import resolved
+
 _INTEGER_RE = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _NUMBER_RE = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?\s*", re.ASCII | re.IGNORECASE)
 _STRING_TYPES = frozenset({"string", "str", "text", "varchar", "char", "enum"})
@@ -43,8 +45,57 @@ def tool_schemas(tools: Iterable[Any] | None) -> ToolSchemas:
             continue
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        found[function["name"]] = properties if isinstance(properties, Mapping) else {}
+        if isinstance(parameters, Mapping) and isinstance(properties, Mapping):
+            found[function["name"]] = {key: parameter_schema(sub, parameters) for key, sub in properties.items()}
+        else:
+            found[function["name"]] = {}
     return found
+
+
+def parameter_schema(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A parameter's schema with the references at its top followed, so that its type can be seen."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or "type" in schema:
+        return schema
+    whole = schema.get("allOf")
+    if isinstance(whole, list) and len(whole) == 1:  # how some generators write a reference with a description
+        inner = resolved(whole[0], root)
+        return {**inner, **{k: v for k, v in schema.items() if k != "allOf"}} if isinstance(inner, Mapping) else schema
+    lists = {key: schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)}
+    return {**schema, **{key: [resolved(option, root) for option in options] for key, options in lists.items()}}
+
+
+def json_kinds(schema: Any) -> list[str]:
+    """The JSON types that `value_json` can make of a parameter, in the order in which it tries them.
+
+    "text" stands for a string written raw; "null" comes last where null is allowed, as it is without any type
+    """
+    kinds = list(dict.fromkeys(_kind(name) for name in _type_names(schema)))
+    if not kinds:
+        return ["text", "null"]
+    return kinds + (["null"] if "null" not in kinds and _nullable(schema) else [])
+
+
+def _nullable(schema: Mapping[str, Any]) -> bool:
+    declared = schema.get("type")
+    if isinstance(declared, list):
+        return "null" in declared
+    options = [o for key in ("anyOf", "oneOf") for o in schema.get(key) or () if isinstance(o, Mapping)]
+    return schema.get("nullable") is True or any(o.get("type") == "null" or _nullable(o) for o in options)
+
+
+def _kind(type_name: str) -> str:
+    if type_name.startswith(_INTEGER_STARTS):
+        return "integer"
+    if type_name.startswith(_NUMBER_STARTS):
+        return "number"
+    if type_name in _BOOLEAN_TYPES:
+        return "boolean"
+    if type_name in ("array", "arr") or type_name.startswith("list"):
+        return "array"
+    if type_name == "object" or type_name.startswith("dict"):
+        return "object"
+    return "null" if type_name == "null" else "text"
 
 
 def to_json(value: Any) -> str:

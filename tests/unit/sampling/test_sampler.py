@@ -38,7 +38,7 @@ def test_top_p_counts_what_top_k_left():
 
 def test_greedy_has_no_distribution_and_may_skip_the_rules():
     greedy = sampler(SamplingParams(temperature=0.0))
-    assert greedy.scores_are_logits
+    assert greedy.scores_are_logits()
     assert greedy.process_rows(torch.zeros(1, 4)).probs is None
     for params in (
         SamplingParams(temperature=0.0, presence_penalty=0.1),
@@ -46,7 +46,7 @@ def test_greedy_has_no_distribution_and_may_skip_the_rules():
         SamplingParams(temperature=0.0, repetition_penalty=1.1),
         SamplingParams(temperature=0.0, logit_bias={1: 1.0}),
     ):
-        assert not sampler(params).scores_are_logits
+        assert not sampler(params).scores_are_logits()
 
 
 def test_the_prompt_counts_for_repetition_only():
@@ -98,7 +98,7 @@ class CloseAfter:
 
 def test_row_rules_see_the_drafted_prefix_and_win_over_the_mask():
     s = sampler(SamplingParams(temperature=0.0), unused=[3], rules=[CloseAfter(2)])
-    assert not s.scores_are_logits
+    assert s.scores_are_logits((0,)) and not s.scores_are_logits((0, 0))
     logits = torch.tensor([[1.0, 0.0, 0.0, 5.0]] * 3)
     assert s.process_rows(logits, (0, 0)).scores.argmax(-1).tolist() == [0, 0, 3]
     s.commit([0])

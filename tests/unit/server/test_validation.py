@@ -72,11 +72,14 @@ CHAT_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("tool_choice_word", {"tool_choice": "perhaps"}, "tool_choice"),
     ("tool_choice_required", {"tool_choice": "required"}, "tool_choice"),
     ("tool_choice_named", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    ("json_object", {"response_format": {"type": "json_object"}}, "response_format.type"),
-    ("json_schema", {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type"),
+    (
+        "json_schema_missing",
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.schema",
+    ),
     ("format_unknown", {"response_format": {"type": "xml"}}, "response_format.type"),
-    ("reasoning_budget", {"reasoning_budget": 64}, "reasoning_budget"),
-    ("guided_json", {"guided_json": {"type": "object"}}, "guided_json"),
+    ("soft_bias", {"reasoning_budget_soft_bias": "much"}, "reasoning_budget_soft_bias"),
+    ("repetition_guard", {"repetition_guard": 1}, "repetition_guard"),
     ("draft_sources", {"draft_sources": "copy"}, "draft_sources"),
     ("kwargs_depth", {"chat_template_kwargs": {"x": nested(600)}}, "messages"),
     (
@@ -157,7 +160,18 @@ BODIES: list[tuple[str, bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+JSON_PATHS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+]
+
+
+@pytest.mark.parametrize("path", JSON_PATHS)
 def test_malformed_bodies_are_refused(path: str) -> None:
     async def go() -> None:
         async with running(says(END)) as (client, engine):
