@@ -14,20 +14,30 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import combinations
 
 import numpy as np
 import torch
 
-from agens_quant import pack
+from agens_quant import bit_planes, pack
 from agens_quant.compressed_tensors import PackedLayout, dequantize, infer_layout, pack_codes
 from agens_quant.format import empty_blob
 from agens_quant.repack import repack_tensor
 
-CASES = {
+
+def _most_gates(size: int, bits: int) -> tuple[int, ...]:
+    """The set of codes whose index takes the longest logic (bit_planes.py), among every eleventh."""
+    sets = list(combinations(range(16), size))[::11]
+    return max(sets, key=lambda codes: len(bit_planes.circuit_of(sum(1 << c for c in codes), bits).steps))
+
+
+CASES: dict[str, Iterable[int]] = {
     "int4, all 16 codes": range(16),
     "4-bit container, 8 codes -> 3 bits": range(4, 12),
     "4-bit container, 4 codes -> 2 bits": (3, 7, 8, 12),
+    "the same, the 8 codes with most gates": _most_gates(8, 3),
+    "the same, the 4 codes with most gates": _most_gates(4, 2),
 }
 
 
@@ -63,7 +73,7 @@ def main() -> int:
     print(f"one thread, [{options.rows}, {options.columns}], medians of {options.repeats} (fastest .. slowest)")
     results = {}
     for name, allowed in CASES.items():
-        codes = rng.choice(np.array(allowed, np.uint8), (options.rows, options.columns))
+        codes = rng.choice(np.array(list(allowed), np.uint8), (options.rows, options.columns))
         layout, parts = make(codes)
         nbytes = sum(part.nbytes for part in parts.values())
         packed = repack_tensor(layout, parts, workers=1)

@@ -2,10 +2,18 @@
 
     python scripts/compile_kernels.py --targets sm_86,sm_89,sm_90,sm_120 [--only WORD]
 
-Prints registers, spill bytes, shared memory against the chip's limit, 128-bit loads, and for the matmul the
-instructions of the inner loop per weight and lane, counted in the machine code. Exit 1 on a spill, on shared memory
-over the limit, on a matmul whose packed words are not loaded 16 bytes at a time, whose unpacked weights travel through
-shared memory, or which needs more than 2.8 instructions a weight at 2 bits. The last line is JSON.
+Prints registers, spill bytes, shared memory against the chip's limit, 128-bit loads, and for the matmuls the
+instructions of the inner loop per weight and lane, and the bytes the loop loads over the bytes it needs, counted in
+the machine code. Exit 1 on a spill, on shared memory over the limit, on a verify matmul whose packed words are not
+loaded 16 bytes at a time, on more than 1.05 times the needed bytes, on unpacked weights that travel through shared
+memory, or on more than 2.8 instructions a weight at 2 bits. The last line is JSON.
+
+How bytes are counted. Loaded: every global load of the loop times its width times the lanes, whether a predicate turns
+a lane off or not. Of a verify matmul that is the stream from memory alone, which comes in two widths: packed words are
+the only 16-byte loads, scales, zero points and tables of groups the only 2-byte and 1-byte ones; the activations (4
+and 8 bytes a lane, the same few KiB for all programs) come from the L2 cache and are left out. Of a prefill matmul
+packed words and activations count together, scales do not. What padding to 128 rows and 256 columns adds is a property
+of the matrix, not of the code: the second table counts it from the launch geometry for every linear of Volundr 32B.
 
 Pointers count as 16-byte aligned and row lengths as divisible by 16, as at a launch (without that the code would be
 another). Limits of shared memory a block are the documented ones. What this cannot show: speed; nothing here has been
@@ -19,6 +27,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -31,16 +40,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from agens_kernels import lowbit_matmul
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("", "kernels", "quant")]
+from agens_kernels import lowbit_matmul, lowbit_prefill  # noqa: E402
+from agens_quant.format import DeviceFormat, padded  # noqa: E402
+from scripts.linear_shapes import linear_shapes  # noqa: E402
 
 SHARED_LIMIT = {"sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_120": 101376}
 MAX_INSTRUCTIONS_AT_2_BITS = 2.8
+MAX_BYTES_RATIO = 1.05
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel with one set of constants. weights: how many a lane unpacks in one pass of the inner loop."""
+    """One kernel with one set of constants.
+
+    weights  how many a lane unpacks in one pass of the inner loop
+    needed   by width of load in bytes (several widths may share a line): what a pass of the inner loop must load
+    """
 
     name: str
     kernel: Any
@@ -51,6 +68,7 @@ class Case:
     divisible: frozenset[str] = frozenset()
     weights: float = 0.0
     fast: bool = True
+    needed: Mapping[tuple[int, ...], int] = field(default_factory=dict)
 
 
 @dataclass
@@ -60,6 +78,7 @@ class Outcome:
     shared: int
     loads_128: int
     per_weight: float | None = None
+    bytes_ratio: float | None = None
     faults: list[str] = field(default_factory=list)
 
 
@@ -79,6 +98,9 @@ def matmul(bits: int, rows: int, *, group: int = 128, table: int | None = None, 
     types = dict(_MATMUL_TYPES)
     if bits == 3:
         types["group_tables"] = "*i32"
+    tile = DeviceFormat(bits, group).tile_bytes if bits == 4 else DeviceFormat(bits, group, "int8").tile_bytes
+    table_bytes = 2 if kind == lowbit_matmul.TABLE_GROUP else 0  # at 2 bits, the only ones among the cases
+    beside = lowbit_matmul.TILE_COLUMNS // group * block_n * (2 + zero + table_bytes)
     return Case(
         name,
         lowbit_matmul._lowbit_matmul_kernel,
@@ -89,6 +111,28 @@ def matmul(bits: int, rows: int, *, group: int = 128, table: int | None = None, 
         frozenset({"N"}),
         block_n * lowbit_matmul.TILE_COLUMNS / (32 * warps),
         kind != lowbit_matmul.TABLE_GROUP,
+        {(16,): tile * block_n // lowbit_matmul.TILE_ROWS, (1, 2): beside},
+    )
+
+
+def prefill(bits: int, *, group: int = 128, table: int | None = None, zero: bool = False) -> Case:
+    verify = matmul(bits, 8, group=group, table=table, zero=zero)
+    block_n, block_m, warps, stages = lowbit_prefill.BLOCKS[group]
+    kept = ("codes", "w_scales", "zeros", "tables", "group_tables", "rows", "N", "k_tiles", "factor")
+    types = {"x": "*bf16", **{name: verify.types[name] for name in kept}, "out": "*bf16"}
+    order = ("x", "codes", "w_scales", "zeros", "tables", "group_tables", "out", "rows", "N", "k_tiles", "factor")
+    tile = verify.needed[16,] * block_n // verify.constants["BN"]
+    return Case(
+        verify.name.replace("matmul", "prefill").replace(" rows 8", ""),
+        lowbit_prefill._prefill_kernel,
+        {name: types[name] for name in order},
+        {**verify.constants, "BM": block_m, "BN": block_n},
+        warps,
+        stages,
+        frozenset({"N"}),
+        block_n * lowbit_matmul.TILE_COLUMNS / (32 * warps),
+        verify.fast,
+        {(4, 8, 16): tile + block_m * lowbit_matmul.TILE_COLUMNS * 2},
     )
 
 
@@ -104,6 +148,18 @@ def cases() -> list[Case]:
         matmul(2, 8, table=lowbit_matmul.TABLE_GROUP),
         matmul(4, 8, zero=True),
         matmul(4, 8, table=lowbit_matmul.TABLE_TENSOR),
+        *(prefill(bits) for bits in (2, 3, 4)),
+        prefill(2, zero=True),
+        *(prefill(bits, group=group) for bits, group in ((3, 64), (2, 32), (3, 32), (4, 32))),
+        prefill(2, table=lowbit_matmul.TABLE_GROUP),
+        Case(
+            "order rows",
+            lowbit_prefill._order_rows_kernel,
+            {"x": "*bf16", "columns": "*i32", "ordered": "*bf16", "K": "i32", "row_stride": "i32", "slabs": "i32"},
+            {"GROUP": 128, "MAPPED": False},
+            1,
+            divisible=frozenset({"K", "row_stride"}),
+        ),
         Case(
             "prepare rows",
             lowbit_matmul._prepare_rows_kernel,
@@ -146,16 +202,57 @@ def build(case: Case, target: str) -> Outcome:
     return outcome
 
 
+def loaded_bytes(loop: Counter[str], warps: int) -> Counter[int]:
+    """Width of load in bytes -> bytes that all lanes of a block load in one pass, by the names of the instructions."""
+    found: Counter[int] = Counter()
+    for name, count in loop.items():
+        if name.startswith("LDG") and not name.startswith("LDGDEPBAR"):
+            bits = re.search(r"\.[US]?(8|16|64|128)(?=\.|$)", name)
+            width = int(bits[1]) // 8 if bits else 4
+            found[width] += count * width * 32 * warps
+    return found
+
+
 def judge_matmul(case: Case, outcome: Outcome, loop: Counter[str]) -> None:
     if not loop:
         outcome.faults.append("no loop with tensor-core instructions found")
-    if not any(name.startswith(("LDG", "LDGSTS")) and ".128" in name for name in loop):
-        outcome.faults.append("the loop loads no packed words 16 bytes at a time")
     if case.fast and any(name.startswith("STS") and ".128" in name for name in loop):
         outcome.faults.append("unpacked weights travel through shared memory")
-    main_case = case.fast and (case.constants["BITS"], case.constants["GROUP"], case.constants["BM"]) == (2, 128, 8)
-    if main_case and (outcome.per_weight or 0) > MAX_INSTRUCTIONS_AT_2_BITS:
+    loaded = loaded_bytes(loop, case.warps)
+    ratios = [sum(loaded[width] for width in widths) / needed for widths, needed in case.needed.items()]
+    outcome.bytes_ratio = round(max(ratios), 4)
+    if outcome.bytes_ratio > MAX_BYTES_RATIO:
+        outcome.faults.append(f"loads {outcome.bytes_ratio} times the bytes it needs")
+    if min(ratios) < 1.0:
+        outcome.faults.append("some needed bytes are not loaded at the width they should be (packed words: 16 bytes)")
+    main_case = (case.constants["BITS"], case.constants["GROUP"], case.constants["BM"]) == (2, 128, 8)
+    if case.fast and main_case and (outcome.per_weight or 0) > MAX_INSTRUCTIONS_AT_2_BITS:
         outcome.faults.append(f"{outcome.per_weight:.2f} instructions a weight")
+
+
+def geometry(rows: int = 8) -> tuple[list[str], float]:
+    """Lines of the table of what padding adds for each linear of Volundr 32B, and bytes loaded / needed of them all.
+
+    Loaded: the packed matrix with its padding, and the prepared activations once. Needed: codes, fp16 scales and bf16
+    activations without padding. Left out on both sides: further reads of the activations and the partial sums of a
+    split, which stay in the L2 cache (8 rows of 5,120 are 40 KB and 160 KB a split).
+    """
+    lines, totals = (
+        [f"{'linear':26} {'N':>7} {'K':>6} {'count':>5}   loaded / needed at 2, 3, 4 bits, {rows} rows"],
+        [0.0, 0.0],
+    )
+    for shape in linear_shapes():
+        n, k = shape.out_features, shape.in_features
+        kp = padded(k, lowbit_matmul.TILE_COLUMNS)
+        ratios = []
+        for bits in (2, 3, 4):
+            loaded = DeviceFormat(bits, 128, "none" if bits == 4 else "int8").nbytes(n, kp) + rows * kp * 2
+            needed = n * k * bits / 8 + n * -(-k // 128) * 2 + rows * k * 2
+            totals[0] += shape.count * loaded
+            totals[1] += shape.count * needed
+            ratios.append(loaded / needed)
+        lines.append(f"{shape.name:26} {n:7} {k:6} {shape.count:5}   " + "  ".join(f"{r:.3f}" for r in ratios))
+    return lines, totals[0] / totals[1]
 
 
 def usage(ptx: str) -> tuple[int, int]:
@@ -221,7 +318,7 @@ def main() -> int:
 
     print(
         f"{'kernel':42} {'target':7} {'regs':>4} {'spill':>5} {'shared':>7} /{'limit':>7} "
-        f"{'128-bit':>7} {'per weight':>10}",
+        f"{'128-bit':>7} {'per weight':>10} {'bytes':>6}",
         flush=True,
     )
     report: list[dict[str, Any]] = []
@@ -229,15 +326,20 @@ def main() -> int:
         for target in targets:
             outcome = build(case, target)
             per_weight = "" if outcome.per_weight is None else f"{outcome.per_weight:.2f}"
+            ratio = "" if outcome.bytes_ratio is None else f"{outcome.bytes_ratio:.3f}"
             print(
                 f"{case.name:42} {target:7} {outcome.registers:4} {outcome.spill_bytes:5} {outcome.shared:7} /"
-                f"{SHARED_LIMIT[target]:7} {outcome.loads_128:7} {per_weight:>10}  {'; '.join(outcome.faults)}",
+                f"{SHARED_LIMIT[target]:7} {outcome.loads_128:7} {per_weight:>10} {ratio:>6}  "
+                f"{'; '.join(outcome.faults)}",
                 flush=True,
             )
             report.append({"kernel": case.name, "target": target, **vars(outcome)})
     failed = sum(bool(row["faults"]) for row in report)
+    lines, whole = geometry()
+    print("\n".join(["", *lines, f"all linears of a step: {whole:.4f} (at most {MAX_BYTES_RATIO})", ""]))
+    failed += whole > MAX_BYTES_RATIO
     print(f"{len(report)} compiled, {failed} failed; not yet measured on a GPU")
-    print(json.dumps({"triton": triton.__version__, "failed": failed, "kernels": report}))
+    print(json.dumps({"triton": triton.__version__, "failed": failed, "bytes_ratio": whole, "kernels": report}))
     return 1 if failed else 0
 
 

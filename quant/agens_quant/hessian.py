@@ -40,57 +40,38 @@ class InputStatistics:
 class WeightedStatistics:
     """Sums over the calibration tokens for one linear [N, K], with s the mean squared gradient of a token's outputs.
 
-    weighted, plain        [K, K] of s x x^T and of x x^T
-    squares                [N] of each output's gradient
-    weights, weights_squared   of s and s^2: few tokens may carry most of the weight
+    moments  [K, K] of s x x^T; of x x^T when `unseen`, where no gradient will come and every token counts the same
+    squares  [N] of each output's gradient
     """
 
-    weighted: Tensor
-    plain: Tensor
+    moments: Tensor
     squares: Tensor
-    weights: float = 0.0
-    weights_squared: float = 0.0
+    unseen: bool = False
     num_tokens: int = 0
     num_gradients: int = 0
-    unseen: bool = False  # no gradient will come: every token counts the same
 
     @staticmethod
     def of(n: int, k: int, unseen: bool) -> WeightedStatistics:
-        return WeightedStatistics(torch.zeros(k, k), torch.zeros(k, k), torch.zeros(n), unseen=unseen)
+        return WeightedStatistics(torch.zeros(k, k), torch.zeros(n), unseen)
 
     def add_inputs(self, x: Tensor) -> None:
         """x [T, K]."""
-        self.plain += x.T @ x
         self.num_tokens += x.shape[0]
+        if self.unseen:
+            self.moments += x.T @ x
 
     def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
         """The gradients [T, N] that came back for inputs x."""
         square = gradient.square()
-        s = square.mean(1, keepdim=True)
         self.squares += square.sum(0)
-        self.weighted += (x * s).T @ x
+        self.moments += (x * square.mean(1, keepdim=True)).T @ x
         self.num_gradients += x.shape[0]
-        self.weights += float(s.sum())
-        self.weights_squared += float(s.square().sum())
 
-    def moments(self) -> Tensor:
-        """[K, K] mean of s x x^T, shrunk towards mean(s) mean(x x^T).
-
-        One label is drawn per token, so s is heavy-tailed and its mean over `effective` tokens only. Where those are
-        few for K columns, compensation would fit them alone and report no damage at all; the plain moments, from all
-        tokens, then take over.
-        """
-        plain = self.plain / max(1, self.num_tokens)
-        if self.unseen:
-            return plain
+    def hessian(self) -> Tensor:
+        """[K, K] mean over the tokens."""
         # without its gradients a linear would look free to damage
-        assert self.num_gradients == self.num_tokens, (self.num_gradients, self.num_tokens)
-        if self.weights_squared == 0:
-            return torch.zeros_like(plain)
-        k = plain.shape[0]
-        effective = self.weights**2 / self.weights_squared
-        share = k / (k + effective)
-        return (1 - share) * self.weighted / self.num_tokens + share * (self.weights / self.num_tokens) * plain
+        assert self.unseen or self.num_gradients == self.num_tokens, (self.num_gradients, self.num_tokens)
+        return self.moments / max(1, self.num_tokens)
 
     def importance(self) -> Tensor:
         """[N] of each output, mean 1."""

@@ -8,6 +8,7 @@ and with repeats, are slow.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -262,6 +263,9 @@ def test_the_two_references_agree_bit_for_bit(name: str) -> None:
     assert np.array_equal(decoded.numpy(), pack.dequantize(packed))
 
 
+PTX = {"and.b32": operator.and_, "or.b32": operator.or_, "shl.b32": operator.lshift, "shr.u32": operator.rshift}
+
+
 def run_ptx(code: str, operands: list[int]) -> int:
     """$0 after the few 32-bit instructions the inline blocks are made of. operands are $1, $2, ..."""
     registers = {f"${i}": word for i, word in enumerate(operands, 1)}
@@ -283,7 +287,7 @@ def run_ptx(code: str, operands: list[int]) -> int:
                 byte = source[selector & 7]
                 result |= (byte if selector < 8 else 255 * (byte >> 7)) << (8 * i)
         else:
-            result = {"and.b32": a & b, "or.b32": a | b, "shl.b32": a << b, "shr.u32": a >> b}[name]
+            result = PTX[name](a, b)
         registers[target] = result & 0xFFFFFFFF
     return registers["$0"]
 

@@ -41,6 +41,7 @@ def test_codes_survive_the_layout(seed: int, n: int, tiles: int, bits: int, grou
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a minute on a quiet core, many on a shared one
 @given(**LAYOUTS)
 @settings(max_examples=5_000)
 def test_codes_survive_the_layout_many(seed: int, n: int, tiles: int, bits: int, group: int) -> None:
@@ -94,6 +95,7 @@ def test_containers_decode_to_the_same_floats(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a minute on a quiet core, many on a shared one
 @given(case=containers())
 @settings(max_examples=5_000)
 def test_containers_decode_to_the_same_floats_many(case: dict[str, Any]) -> None:
