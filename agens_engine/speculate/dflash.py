@@ -4,6 +4,8 @@
     prepare   anchors of the step       ──► block and candidates, once for all sequences; MTP may list the candidates
     propose   last filled slot onwards  ──► walk; tokens, and the walk's own distributions when the request samples
 
+A request with a seed gets the greedy walk, a point mass: then its text depends on the seed alone and not on how many
+slots the policy gave to whom, which depends on measured time (case I3's other half: a seed repeats).
 Source: spec drafters.md A and B.4. Without a selector (plain DFlash) the walk takes each slot's best token.
 """
 
@@ -134,20 +136,22 @@ class DFlashSource:
         before = [ask.prefix[-1] if ask.prefix else ask.seq.token_ids[-1] for ask in asks]
         uniforms = np.zeros((len(asks), mine.ids.shape[1]))
         for row, ask in enumerate(asks):
-            if not ask.seq.sampling.greedy:
+            if _samples(ask.seq):
                 uniforms[row] = ask.seq.stream.uniforms(ask.seq.num_output_tokens, uniforms.shape[1], Lane.DRAFT)
         return self.drafter.walk(
             mine,
             torch.tensor(before, device=self._device),
             torch.tensor([len(ask.prefix) for ask in asks], device=self._device),
-            temperatures=torch.tensor([ask.seq.sampling.temperature for ask in asks], device=self._device),
+            temperatures=torch.tensor(
+                [ask.seq.sampling.temperature if _samples(ask.seq) else 0.0 for ask in asks], device=self._device
+            ),
             uniforms=torch.from_numpy(uniforms).to(self._device),
         )
 
     def _run(self, ask: Ask, walk: Walk, row: int) -> DraftRun:
         first = len(ask.prefix)
         tokens = tuple(walk.tokens[row, first : first + ask.num_slots].tolist())
-        if ask.seq.sampling.greedy:
+        if not _samples(ask.seq):
             return DraftRun(self.name, tokens)
         q = walk.dense_q(row, first, self.drafter.config.vocab_size)[: len(tokens)]
         return DraftRun(self.name, tokens, q.cpu().numpy())
@@ -159,3 +163,7 @@ class DFlashSource:
         self._contexts.pop(seq.request_id, None)
         self.memory.give_back(seq.request_id)
         self._ahead = None
+
+
+def _samples(seq: SequenceView) -> bool:
+    return not seq.sampling.greedy and seq.sampling.seed is None
