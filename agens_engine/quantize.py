@@ -38,20 +38,21 @@ from agens_quant.allocate import BudgetError, Option, allocate, total_cost, tota
 from agens_quant.codebook import subset_levels
 from agens_quant.container import container_parts, stored_bits
 from agens_quant.gptq import Recipe, best_of, loss_of
+from agens_quant.hessian import WeightedStatistics
 
 WIDTHS = (2, 3, 4)
 KEPT_BITS = 16  # stands for "as it was", counted at what it takes in the source
 # The indexer only selects blocks: no gradient reaches it, so its damage cannot be estimated. It gets the widest code.
 UNSEEN = (".idx_q", ".idx_k")
 TINY_SHARE = 0.005  # of all counted weights: a linear that small may be left in its own type
-FORMAT = 1  # of the work folder; raise when its files change meaning
+FORMAT = 2  # of the work folder; raise when its files change meaning
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
     """bits is the mean over all linears inside the layers, scales and tables included; keep are regular expressions on
-    module names that stay as they are (counted at 16 bits)."""
+    module names that stay as they are (counted at what they take in the source)."""
 
     bits: float
     group_size: int = 128
@@ -70,16 +71,6 @@ class QuantizeResult:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@dataclass
-class LinearStatistics:
-    """Sums over the calibration tokens for one linear [N, K]: moments [K, K] of s x x^T with s the mean squared
-    gradient of the outputs at the token, and squares [N] of each output's gradient."""
-
-    moments: Tensor
-    squares: Tensor
-    unseen: bool = False  # no gradient will come: every token counts the same
 
 
 def quantize(
@@ -226,9 +217,7 @@ class _Run:
         with self.model.layer(index) as step:
             linears = self.model.linears(index)
             statistics = {
-                name: LinearStatistics(
-                    torch.zeros(m.in_features, m.in_features), torch.zeros(m.out_features), name.endswith(UNSEEN)
-                )
+                name: WeightedStatistics.of(m.out_features, m.in_features, name.endswith(UNSEEN))
                 for name, m in linears.items()
             }
             with _recording(linears, statistics):
@@ -245,12 +234,9 @@ class _Run:
         for stale in (self._file("gradient", index + 1), self._file("streams", index + 1)):
             stale.unlink(missing_ok=True)
 
-    def _round(self, name: str, weight: Tensor, s: LinearStatistics) -> tuple[dict[str, Tensor], dict[int, float]]:
+    def _round(self, name: str, weight: Tensor, s: WeightedStatistics) -> tuple[dict[str, Tensor], dict[int, float]]:
         """A linear at every width: container parts by "name|bits|suffix", and the damage of each."""
-        tokens = self.ids.numel()
-        hessian = s.moments / tokens
-        mean = float(s.squares.mean())
-        importance = s.squares / mean if mean > 0 else torch.ones_like(s.squares)
+        hessian, importance = s.hessian(), s.importance()
         recipe = Recipe(group_size=self.options.group_size)
         parts: dict[str, Tensor] = {}
         costs: dict[int, float] = {}
@@ -338,7 +324,7 @@ class _Chosen(Mapping[str, tuple[int, Parts]]):
 class _recording:
     """Collects statistics from the linears' inputs and output gradients inside the block."""
 
-    def __init__(self, linears: Mapping[str, nn.Linear], statistics: Mapping[str, LinearStatistics]) -> None:
+    def __init__(self, linears: Mapping[str, nn.Linear], statistics: Mapping[str, WeightedStatistics]) -> None:
         self._linears, self._statistics = linears, statistics
         self._handles: list[Any] = []
 
@@ -351,19 +337,14 @@ class _recording:
             handle.remove()
 
     @staticmethod
-    def _hook(statistics: LinearStatistics) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    def _hook(statistics: WeightedStatistics) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def forward(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
             x = args[0].detach().reshape(-1, args[0].shape[-1])
-
-            def backward(gradient: Tensor) -> None:
-                square = gradient.detach().reshape(x.shape[0], -1).square()
-                statistics.squares += square.sum(0)
-                statistics.moments += (x * square.mean(1, keepdim=True)).T @ x
-
-            if statistics.unseen:
-                statistics.moments += x.T @ x
-            elif out.requires_grad:
-                out.register_hook(backward)
+            statistics.add_inputs(x)
+            if not statistics.unseen:
+                # an output that does not hang on the streams (the n-gram memory's) would get no gradient
+                out.requires_grad_(True)
+                out.register_hook(lambda gradient: statistics.add_gradients(x, gradient.reshape(x.shape[0], -1)))
 
         return forward
 
@@ -372,8 +353,9 @@ def _pull_back(step: Step, streams: Tensor, ids: Tensor, gradient: Tensor) -> Te
     """Gradient at the layer's input from the gradient at its output."""
     x = streams.clone().requires_grad_(True)
     out = step.forward(x, step.model.fresh_batch(ids))
-    (before,) = torch.autograd.grad(out, x, gradient)
-    return before
+    out.backward(gradient)
+    assert x.grad is not None
+    return x.grad
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

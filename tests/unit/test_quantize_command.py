@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,10 +23,11 @@ from agens_engine.layerwise import Layerwise
 from agens_engine.model.checkpoint import open_checkpoint
 from agens_engine.model.loading import load_model
 from agens_engine.quantize import QuantizeOptions, quantize
+from agens_quant.hessian import WeightedStatistics
 from tests.tinymodel import write_tiny_model
 
-pytestmark = pytest.mark.slow
-
+# Everything stays as it is but one small MLP: the whole path in a second or two.
+ONE_MLP = (r"^(?!model\.layers\.5\.mlp)",)
 TEXT = "The quick brown fox jumps over the lazy dog; 3 + 4 = 7. " * 8
 
 
@@ -48,14 +53,14 @@ def digest(folder: Path) -> dict[str, str]:
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir()) if f.is_file()}
 
 
-def reachable(source: Path) -> float:
+def reachable(source: Path, keep: tuple[str, ...] = ONE_MLP) -> QuantizeOptions:
     """A target between the smallest and the largest, whatever this model's shapes take for scales."""
     with pytest.raises(UsageError, match=r"takes (\d+\.\d+) to (\d+\.\d+)") as caught:
-        quantize(source, source.parent / "never", QuantizeOptions(bits=0.5), calibration(source))
+        quantize(source, source.parent / "never", QuantizeOptions(bits=0.5, keep=keep), calibration(source))
     words = str(caught.value).split("takes ")[1].split()
     low, high = float(words[0]), float(words[2])
     assert low < high
-    return low + 0.6 * (high - low)
+    return QuantizeOptions(bits=low + 0.6 * (high - low), keep=keep)
 
 
 def test_layerwise_is_the_model(source: Path) -> None:
@@ -73,21 +78,54 @@ def test_layerwise_is_the_model(source: Path) -> None:
     assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_build_loads_keeps_its_budget_and_leaves_the_source_alone(source: Path, tmp_path: Path) -> None:
+def test_every_linear_but_the_indexers_gets_its_gradient(source: Path) -> None:
+    """Also where the output does not hang on the streams: without it a linear would look free to damage."""
+    ids = calibration(source)
+    g = torch.Generator().manual_seed(1)
+    with open_checkpoint(source) as checkpoint:
+        model = Layerwise(checkpoint)
+        assert model.config.engram is not None
+        streams = model.embed(ids.reshape(-1))
+        for index in range(model.config.num_layers):
+            with model.layer(index) as step:
+                linears = model.linears(index)
+                found = {
+                    n: WeightedStatistics.of(m.out_features, m.in_features, n.endswith(quantize_module.UNSEEN))
+                    for n, m in linears.items()
+                }
+                with quantize_module._recording(linears, found):
+                    gradient = torch.randn(streams.shape, generator=g)
+                    quantize_module._pull_back(step, streams, ids, gradient)
+                streams = step.run(streams, ids)
+            for name, statistics in found.items():
+                assert statistics.num_tokens == ids.numel(), name
+                assert statistics.num_gradients == (0 if statistics.unseen else ids.numel()), name
+                assert float(statistics.moments.trace()) > 0, name
+
+
+@pytest.mark.parametrize("keep", [ONE_MLP, pytest.param((), marks=pytest.mark.slow)], ids=["one MLP", "all"])
+def test_a_build_loads_keeps_its_budget_and_leaves_the_source_alone(
+    source: Path, tmp_path: Path, keep: tuple[str, ...]
+) -> None:
     before = digest(source)
-    bits = reachable(source)
+    options = reachable(source, keep)
     target = tmp_path / "build"
-    result = quantize(source, target, QuantizeOptions(bits=bits), calibration(source))
+    result = quantize(source, target, options, calibration(source))
     assert digest(source) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["build"], "work folder and partial output are gone"
-    assert result.bits_per_weight <= bits
+    assert result.bits_per_weight <= options.bits
     with open_checkpoint(target) as checkpoint, open_checkpoint(source) as original:
         quantised = [e.name for e in checkpoint.tensors.values() if e.layout is not None]
-        assert {n.removesuffix(".weight") for n in quantised} <= set(linear_modules(original)) and quantised
+        wanted = {n for n in linear_modules(original) if not any(re.search(p, n) for p in keep)}
+        assert {n.removesuffix(".weight") for n in quantised} <= wanted and quantised
         for entry in original.tensors.values():
             if entry.name not in quantised:
                 assert torch.equal(checkpoint.read(entry.name), original.read(entry.name)), entry.name
-        assert bits_per_weight(checkpoint) <= bits + 1e-6
+        sizes = {n: original.entry(f"{n}.weight") for n in linear_modules(original)}
+        kept = sum(8 * entry.nbytes for name, entry in sizes.items() if name not in wanted)
+        weights = sum(math.prod(entry.shape) for entry in sizes.values())
+        bits = bits_per_weight(checkpoint)
+        assert kept / weights < bits <= options.bits + 1e-6, "what is kept counts at what it takes"
     load_model(target, device=torch.device("cpu"))
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     assert config["mixed_bits"] is True and set(config["bits_per_module"].values()) <= {2, 3, 4}
@@ -97,8 +135,8 @@ def test_a_build_loads_keeps_its_budget_and_leaves_the_source_alone(source: Path
 def test_an_interrupted_run_resumes_to_the_same_bytes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bits, ids = reachable(source), calibration(source)
-    quantize(source, tmp_path / "whole", QuantizeOptions(bits=bits), ids)
+    options, ids = reachable(source), calibration(source)
+    quantize(source, tmp_path / "whole", options, ids)
     run = quantize_module._Run
     backward, calls = run._backward, []
 
@@ -110,44 +148,44 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
 
     monkeypatch.setattr(run, "_backward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        quantize(source, tmp_path / "again", QuantizeOptions(bits=bits), ids)
+        quantize(source, tmp_path / "again", options, ids)
     assert not (tmp_path / "again").exists() and (tmp_path / "again.work").is_dir()
     monkeypatch.setattr(run, "_forward", lambda self: pytest.fail("the forward pass was done already"))
-    quantize(source, tmp_path / "again", QuantizeOptions(bits=bits), ids)
+    quantize(source, tmp_path / "again", options, ids)
     assert calls[2:] == list(range(calls[0] - 1, -1, -1)), "the finished layer is not done again"
     assert digest(tmp_path / "again") == digest(tmp_path / "whole")
     assert not (tmp_path / "again.work").exists()
 
 
+@pytest.mark.parametrize(
+    ("module", "where"), [(engine_build, ".partial"), (quantize_module, ".work")], ids=["writing", "statistics"]
+)
 def test_a_full_disk_is_an_error_and_leaves_no_partial_output(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, where: str
 ) -> None:
-    bits = reachable(source)
+    options = reachable(source)
     save = engine_build.save_tensors
 
     def full(file: Path, *rest: object, **more: object) -> None:
-        if file.parent.name.endswith(".partial"):
+        if file.parent.name.endswith(where):
             raise OSError(errno.ENOSPC, "No space left on device")
         save(file, *rest, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine_build, "save_tensors", full)
+    monkeypatch.setattr(module, "save_tensors", full)
     with pytest.raises(AgensError, match="is full"):
-        quantize(source, tmp_path / "build", QuantizeOptions(bits=bits), calibration(source))
-    assert [p.name for p in tmp_path.iterdir()] == ["build.work"]
+        quantize(source, tmp_path / "build", options, calibration(source))
+    assert not (tmp_path / "build").exists() and not (tmp_path / "build.partial").exists()
+    monkeypatch.undo()
+    quantize(source, tmp_path / "build", options, calibration(source))
+    assert [p.name for p in tmp_path.iterdir()] == ["build"]
 
 
-def test_keep_is_kept_and_counted(source: Path, tmp_path: Path) -> None:
-    options = QuantizeOptions(bits=9.0, keep=(r"mlp\.",))
-    try:
-        quantize(source, tmp_path / "build", options, calibration(source))
-    except UsageError as error:  # the range moved: take a target inside it
-        low, high = (float(x) for x in str(error).split("takes ")[1].split(" bits")[0].split(" to "))
-        options = QuantizeOptions(bits=(low + high) / 2, keep=(r"mlp\.",))
-        quantize(source, tmp_path / "build", options, calibration(source))
-    with open_checkpoint(tmp_path / "build") as checkpoint:
-        layouts = {e.name: e.layout for e in checkpoint.tensors.values()}
-    assert all(layout is None for name, layout in layouts.items() if ".mlp." in name)
-    assert any(layout is not None for layout in layouts.values())
+def test_the_seed_decides_and_nothing_else_does(source: Path, tmp_path: Path) -> None:
+    options, ids = reachable(source), calibration(source)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        quantize(source, tmp_path / name, replace(options, seed=seed), ids)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert digest(tmp_path / "a")["model.safetensors"] != digest(tmp_path / "c")["model.safetensors"]
 
 
 def test_what_cannot_be_done_is_refused(
