@@ -84,6 +84,11 @@ class _Slots:
         num = min(self.num_slots - len(self.prefix), self.limits.get(source, 0))
         return Ask(self.seq, self.prefix, num) if num > 0 else None
 
+    def ask_to_prepare(self, source: str) -> Ask | None:
+        """Every slot that is left: the ones a source will be asked for may come after those of another."""
+        num = self.num_slots - len(self.prefix)
+        return Ask(self.seq, self.prefix, num) if num > 0 and self.limits.get(source, 0) > 0 else None
+
 
 class SlotFiller:
     """Owns the ordered draft sources and the calls into them.
@@ -179,7 +184,9 @@ class SlotFiller:
 
     def _prepare(self, slots: Sequence[_Slots]) -> None:
         for source in self.sources:
-            open_slots = [(s, ask) for s in slots if source.reads and (ask := s.ask(source.name)) is not None]
+            open_slots = [
+                (s, ask) for s in slots if source.reads and (ask := s.ask_to_prepare(source.name)) is not None
+            ]
             if not open_slots:
                 continue
             with _timed(source.name, open_slots):

@@ -245,6 +245,29 @@ def test_the_policy_shortens_and_skips_sources() -> None:
     assert policy.calls == ["begin", ({"a", "c"}, COST), "end"]
 
 
+def test_a_source_prepares_for_every_slot_although_it_may_fill_only_the_last() -> None:
+    """A block drafter limited to 2 slots fills slots 6 and 7 when the source before it fills 5."""
+
+    class Policy:
+        def begin(self, seq):
+            """Nothing is kept."""
+
+        def limits(self, seq, sources, num_slots):
+            return {"head": 5, "block": 2}
+
+    class Block(Source):
+        prepared: list[int]
+
+        def prepare(self, asks):
+            self.prepared = [ask.num_slots for ask in asks]
+
+    block = Block("block", (2,) * 7, reads=Reads(hidden=True))
+    f = SlotFiller([Source("head", (1,) * 5, reads=Reads(hidden=True)), block], VOCAB, Policy())
+    f.begin(Seq())
+    assert fill(f).chain.token_ids == (1,) * 5 + (2,) * 2
+    assert block.prepared == [7]
+
+
 def test_a_wrong_head_is_named_once(caplog) -> None:
     f = filler(Source("head", (1,) * 7, reads=Reads(hidden=True)), Source("copy", (2,)))
     with caplog.at_level(logging.WARNING):
