@@ -109,7 +109,7 @@ class World:
         if names == ("mtp",):  # a random head guesses badly; its guesses get some probability
             (chain,) = self.chains([Round("first", SamplingParams(), RequestStream(0))])
             for token, following in pairwise([PROMPT[-1], *chain.token_ids]):
-                self.table[token, following] += 1.5
+                self.table[token, following] += 4.0
 
     def logits(self, last_tokens: Sequence[int]) -> torch.Tensor:
         return self.table[list(last_tokens)].clone()
