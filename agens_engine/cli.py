@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import typer
 
 from agens_engine.commands.plan import PlanCommand, plan_command
 from agens_engine.errors import AgensError, UsageError
+from agens_engine.server.logs import log_to_stderr
 from agens_engine.settings import Settings
 
 app = typer.Typer(
@@ -57,6 +57,13 @@ _Weights = Annotated[
 _RepackCache = Annotated[
     str | None, typer.Option("--repack-cache", metavar="DIR", help="keep repacked weights here for the next start")
 ]
+_SessionDir = Annotated[
+    str | None, typer.Option("--session-dir", metavar="DIR", help="keep conversations here across restarts")
+]
+_SessionCache = Annotated[
+    bool | None,
+    typer.Option("--session-cache/--no-session-cache", help="reuse what earlier turns computed [default: on]"),
+]
 _Images = Annotated[str | None, typer.Option("--images", metavar="on|off", help="not in this version yet")]
 _Ranks = Annotated[int | None, typer.Option("--tp", help="tensor parallelism; not in this version yet")]
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
@@ -80,13 +87,35 @@ def serve(
     drafter: _Drafter = None,
     weights: _Weights = None,
     repack_cache: _RepackCache = None,
+    session_cache: _SessionCache = None,
+    session_dir: _SessionDir = None,
     images: _Images = None,
     tp: _Ranks = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
     max_tokens: _MaxTokens = None,
+    reasoning_budget: Annotated[
+        int | None, typer.Option("--reasoning-budget", help="tokens a thought may have; 0 is off [default: off]")
+    ] = None,
+    reasoning_budget_soft_bias: Annotated[
+        float | None,
+        typer.Option("--reasoning-budget-soft-bias", help="pull towards the end of a thought [default: 0]"),
+    ] = None,
+    repetition_guard: Annotated[
+        bool | None,
+        typer.Option("--repetition-guard/--no-repetition-guard", help="end thoughts in circles [default: on]"),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option("--cors-origin", metavar="ORIGIN|*", help="web pages that may call; repeatable [default: none]"),
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option("--request-timeout", help="seconds an answer may take; 0 is no limit [default: 0]")
+    ] = None,
+    drain: Annotated[float | None, typer.Option("--drain", help="seconds to finish at a stop [default: 30]")] = None,
     log_level: _LogLevel = None,
+    log_format: Annotated[str | None, typer.Option("--log-format", help="text or json [default: text]")] = None,
 ) -> None:
     """Serve the OpenAI-style HTTP API."""
     _refuse_missing(images, tp)
@@ -108,14 +137,23 @@ def serve(
             "drafter": drafter,
             "weights": weights,
             "repack_cache": repack_cache,
+            "session_cache": session_cache,
+            "session_dir": session_dir,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
             "max_output_tokens": max_tokens,
+            "reasoning_budget": reasoning_budget,
+            "reasoning_budget_soft_bias": reasoning_budget_soft_bias,
+            "repetition_guard": repetition_guard,
+            "cors_origins": cors_origin or None,
+            "request_timeout_seconds": request_timeout,
+            "drain_seconds": drain,
             "log_level": log_level,
+            "log_format": log_format,
         }
     )
-    _log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, settings.log_format)
     from agens_engine.commands.model import load_model
     from agens_engine.server.app import serve as run_server
 
@@ -222,7 +260,7 @@ def logits(
     dtype: Annotated[str, typer.Option("--dtype")] = "float32",
 ) -> None:
     """Write the logits of every position, to compare implementations."""
-    _log_to_stderr("warning")
+    log_to_stderr("warning")
     from agens_engine.commands.logits import run_logits
 
     run_logits(model, ids, out, chunk, dtype)
@@ -323,7 +361,7 @@ def _one_user_settings(
     repack_cache: str | None,
 ) -> Settings:
     """For commands with one answer at a time; they log warnings only."""
-    _log_to_stderr("warning")
+    log_to_stderr("warning")
     return Settings.build(
         {
             "model": model,
@@ -351,11 +389,6 @@ def _refuse_missing(images: str | None, tp: int | None) -> None:
 
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _log_to_stderr(level: str) -> None:
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=level.upper(), format=line, stream=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -126,7 +126,9 @@ class Request:
 
     reasoning     None: thoughts are neither counted nor limited
     grammar       None: anything may be said; else it holds from the first token, or from the end of an open thought
-    cache_prompt  what this request leaves behind may serve later prompts
+    cache_prompt  what earlier prompts left behind may serve this one, and what it leaves behind later ones
+    image_keys    (first position, content hash) of each image in the prompt: prompts with other images share nothing
+                  from there on
     """
 
     request_id: str
@@ -140,6 +142,7 @@ class Request:
     reasoning: ReasoningControl | None = None
     grammar: Grammar | None = None
     cache_prompt: bool = True
+    image_keys: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)

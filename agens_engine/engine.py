@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from agens_engine.core import FinishReason, Request, StepResult, TokenLogprob
 from agens_engine.errors import ContextLengthError, EngineStoppedError, RequestError, UsageError
 from agens_engine.memory.arena import Arena
+from agens_engine.memory.session_files import SessionFiles
 from agens_engine.memory.state import StatePool, unplanned
 from agens_engine.model.drafter_loading import check_drafters, find_drafters
 from agens_engine.model.loading import check_model, load_model, pick_device
@@ -30,8 +31,9 @@ from agens_engine.planning import plan_run
 from agens_engine.sampling.request_rules import request_rules
 from agens_engine.sampling.rules.unused_tokens import UnusedTokens
 from agens_engine.sampling.sampler import SequenceSampler
-from agens_engine.scheduler import Scheduler, Work
+from agens_engine.scheduler import QueueTimes, Scheduler, Work
 from agens_engine.sequence import EventSink, LiveSequence
+from agens_engine.sessions import Sessions, open_session_files
 from agens_engine.settings import Settings
 from agens_engine.speculate.build import SOURCE_NAMES, load_sources
 from agens_engine.speculate.drafting import MAX_DRAFTS, Drafted, DraftPolicy, SlotFiller, StepTime
@@ -43,10 +45,12 @@ from agens_engine.step import StepRunner
 
 log = logging.getLogger(__name__)
 
+Ending = Callable[[], None]
+
 # Lines for what steps take and give back; held for the engine's life. Their sizes are tested against real steps.
 WORK_SPACE = (
     "activations.prefill", "activations.verify", "state.records", "state.ids", "sampling.scratch", "runtime.workspace",
-    "runtime.unpack", "kv.tables", "host.io", "drafter.scratch", "mtp.scratch",
+    "runtime.unpack", "kv.tables", "host.io", "drafter.scratch", "mtp.scratch", "host.snapshots",
 )  # fmt: skip
 
 
@@ -57,6 +61,7 @@ class Engine:
     context_tokens  most tokens of prompt and answer together
     sources         draft sources in the order in which they fill slots; empty means one token per step
     policy          how much each source may draft; None: all that is left
+    session_bytes   of the host for stored sessions, 0: none are stored; session_files: where they outlive the engine
     """
 
     def __init__(
@@ -72,6 +77,9 @@ class Engine:
         policy: DraftPolicy | None = None,
         arena: Arena | None = None,
         far_resident_layers: int | None = None,
+        hot_cache_blocks: int = 0,
+        session_bytes: int = 0,
+        session_files: SessionFiles | None = None,
     ) -> None:
         self.model, self.model_name = model, model_name
         self.vocab_size = model.config.vocab_size
@@ -91,13 +99,24 @@ class Engine:
             context_tokens=self.context_tokens,
             chunk_tokens=chunk,
             far_resident_layers=far_resident_layers,
+            hot_cache_blocks=hot_cache_blocks,
         )
         self.unused = UnusedTokens(self.vocab_size, unused_ids)
         self.filler = SlotFiller(sources, self.vocab_size, policy)
         self._policy = policy
         self.drafts = DraftStats()
         self.num_steps = self.num_finished = self.num_failed = self.prompt_tokens = self.generated_tokens = 0
-        self._scheduler = Scheduler(max_sequences, chunk)
+        pages = self.pool.pages
+        self._scheduler = Scheduler(
+            max_sequences,
+            chunk,
+            num_pages=pages.num_pages,
+            pages_of=lambda sequence: -(-(sequence.prompt_len + sequence.max_tokens) // pages.page_tokens),
+        )
+        self.sessions = Sessions(
+            self.pool, self.filler, chunk_tokens=chunk, budget_bytes=session_bytes, files=session_files
+        )
+        self._queue = QueueTimes()
         self._runner = StepRunner(model, self.unused, arena)
         self._live: dict[str, LiveSequence] = {}
         self._incoming: list[LiveSequence] = []
@@ -128,7 +147,10 @@ class Engine:
         plan = plan_run(settings, lambda: survey().values())
         arena = Arena.of_plan(plan, device)
         packed = survey() if plan.packed_weights else None
-        model = load_model(folder, device=device, dtype=settings.dtype, memory=arena, packed=packed, cache=cache)
+        model = load_model(
+            folder, device=device, dtype=settings.dtype, memory=arena, packed=packed, cache=cache,
+            map_tables=plan.map_tables,
+        )  # fmt: skip
         unused_ids = tuple(unused_ids)
         sources = load_sources(
             drafters,
@@ -150,8 +172,11 @@ class Engine:
             prefill_chunk_tokens=plan.choice.chunk_tokens,
             arena=arena,
             far_resident_layers=plan.choice.far_resident_layers,
+            hot_cache_blocks=plan.hot_cache_blocks,
             sources=sources,
             policy=AdaptivePolicy() if settings.adaptive_drafts else None,
+            session_bytes=(budget := plan.bytes_of("host.snapshots") if settings.session_cache else 0),
+            session_files=open_session_files(settings.session_dir, folder, model, budget) if budget else None,
         )
 
     # --- called from any thread --------------------------------------------------------------------------------------
@@ -203,12 +228,15 @@ class Engine:
             self.check()
         except AssertionError as error:
             log.error("memory is not as it should be at exit: %s", error)
+        self.sessions.close()
         if self.arena is not None:
             log.info("%s", self.arena.summary())
 
     def stats(self) -> dict[str, Any]:
         """Counters for health and metrics; cheap, and safe while the engine runs."""
         return {
+            "queue": self._queue.summary([*self._scheduler.waiting, *self._incoming]),
+            "sessions": self.sessions.stats(),
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting) + len(self._incoming),
             "steps": self.num_steps,
@@ -220,12 +248,15 @@ class Engine:
             "drafts": {**self.drafts.summary(), "failures": dict(self.filler.num_failures)},
             "draft_policy": None if self._policy is None else self._policy.summary(),
             "memory": self.arena.report() if self.arena is not None else None,
+            "sequence_memory": self.pool.stats(),
             "failed": self._failure,
         }
 
     def check(self) -> None:
         """Assert that no sequence memory is lost or shared. Call it while the engine is idle."""
-        self.pool.check([s.state for s in self._scheduler.running if s.state is not None])
+        live = [s.state for s in self._scheduler.running if s.state is not None]
+        self.pool.check(live, self.sessions.snapshots())
+        self.sessions.check()
         if self.arena is not None:
             self.arena.check()
 
@@ -269,10 +300,20 @@ class Engine:
             if sequence.aborted:
                 self._finish(sequence, FinishReason.ABORT)
         for sequence in self._scheduler.admit():
-            sequence.state = self.pool.create()
-            sequence.timings.queue_seconds = time.perf_counter() - sequence.submitted_at
-            self.filler.begin(sequence, sequence.request.draft_sources if sequence.request.speculation else frozenset())
+            try:
+                self._begin(sequence)
+            except Exception as error:
+                log.exception("request %s could not begin", sequence.request_id)
+                self._finish(sequence, FinishReason.ERROR, error)
         return True
+
+    def _begin(self, sequence: LiveSequence) -> None:
+        """Give an admitted sequence its memory, filled as far as a stored session reaches."""
+        sequence.timings.queue_seconds = time.perf_counter() - sequence.submitted_at
+        self._queue.add(sequence.timings.queue_seconds)
+        sequence.state = self.pool.create()
+        self.filler.begin(sequence, sequence.request.draft_sources if sequence.request.speculation else frozenset())
+        self.sessions.resume(sequence)
 
     def _step(self, work: list[Work]) -> None:
         """One step over all its segments; on failure, once more for each alone."""
@@ -296,18 +337,26 @@ class Engine:
         now = time.perf_counter()
         cost = StepTime(now - drafted_at, len(work), ran.num_rows)
         committed: list[CommittedRows] = []
+        endings: list[tuple[LiveSequence, Ending | None]] = []
         for segment, (item, draft, verdict) in enumerate(zip(work, drafted, ran.verdicts, strict=True)):
             sequence, state = item.sequence, item.sequence.state
             assert state is not None
             first = state.num_tokens
             try:
-                self._commit(item, draft, verdict, now - started, cost)
-                if sequence.state is not None and ran.handed_over:
+                ending = self._commit(item, draft, verdict, now - started, cost)
+                if sequence.state is None:
+                    continue
+                if ran.handed_over and (ending is None or self.sessions.wants(sequence)):
                     committed.append(ran.committed(segment, sequence, first, state.num_tokens - first))
+                endings.append((sequence, ending))
             except Exception as error:
                 log.exception("request %s failed after its step", sequence.request_id)
                 self._finish(sequence, FinishReason.ERROR, error)
         self.filler.commit(committed)
+        for sequence, ending in endings:
+            self.sessions.remember(sequence, ended=ending is not None)
+            if ending is not None:
+                ending()
 
     def _draft(self, work: list[Work]) -> list[Drafted]:
         """One entry per segment; prompt chunks and sequences at their last token get no drafts."""
@@ -320,10 +369,13 @@ class Engine:
         found = {ask.seq.request_id: drafted for ask, drafted in zip(asks, self.filler.fill(asks), strict=True)}
         return [found.get(item.sequence.request_id, Drafted()) for item in work]
 
-    def _commit(self, item: Work, draft: Drafted, verdict: Verdict | None, seconds: float, cost: StepTime) -> None:
+    def _commit(
+        self, item: Work, draft: Drafted, verdict: Verdict | None, seconds: float, cost: StepTime
+    ) -> Ending | None:
         """Make the step's outcome part of the sequence: memory, tokens, statistics, the event to the client.
 
         seconds   of the whole step; cost: the same without drafting
+        returns   what is left to do when the answer ends here, once the drafters have the step's rows too
         """
         sequence = item.sequence
         assert sequence.state is not None
@@ -331,14 +383,17 @@ class Engine:
             sequence.state.commit(item.num_prompt_tokens)
             sequence.timings.prefill_seconds += seconds
             self.prompt_tokens += item.num_prompt_tokens
+            sequence.computed_tokens += item.num_prompt_tokens
+            self.sessions.computed_tokens += item.num_prompt_tokens
+            assert sequence.state.num_tokens == sequence.cached_tokens + sequence.computed_tokens  # G6
             if verdict is None:
-                return
+                return None
         else:
             sequence.timings.decode_seconds += seconds
         if verdict is None or verdict.error is not None:
             assert verdict is not None
             self._finish(sequence, FinishReason.ERROR, verdict.error)
-            return
+            return None
         kept, finish, deltas = sequence.keep(verdict.committed)
         tokens = verdict.committed[:kept]
         if not item.is_prefill:
@@ -353,10 +408,10 @@ class Engine:
             self.filler.observe(sequence, result, draft, cost)
         if finish is None:
             sequence.on_event(sequence.event(tokens, deltas, verdict.logprobs[:kept]))
-            return
+            return None
         if sequence.request.watch is not None:
             deltas.extend(sequence.request.watch.finish(finish))
-        self._finish(sequence, finish, tokens=tokens, deltas=deltas, logprobs=verdict.logprobs[:kept])
+        return partial(self._finish, sequence, finish, tokens=tokens, deltas=deltas, logprobs=verdict.logprobs[:kept])
 
     def _finish(
         self,

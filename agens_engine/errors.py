@@ -5,6 +5,7 @@ AgensError                    exit 1
 ├── CheckpointError           a model folder that cannot be loaded: names the file and the tensor
 │   └── ConfigError           config.json is missing a value or contradicts the tensors
 ├── PlanError                 the memory plan does not fit: names the line and the setting to change
+├── OutOfPages                no page of sequence memory is left; the scheduler frees some or waits (HTTP 503)
 ├── EngineStoppedError        the engine is shutting down or has failed (HTTP 503)
 └── RequestError              what a client sent is wrong (HTTP 400); `param` names the field
     ├── ContextLengthError    the prompt (plus its output) does not fit the context
@@ -37,6 +38,19 @@ class ConfigError(CheckpointError):
 
 class PlanError(AgensError):
     pass
+
+
+class OutOfPages(AgensError):
+    """Sequence memory is used up; whoever schedules waits, preempts or drops stored sessions."""
+
+    http_status = 503
+
+    def __init__(self, asked: int, free: int, total: int, page_tokens: int) -> None:
+        super().__init__(
+            f"{asked} pages of {page_tokens} tokens were asked for and {free} of {total} are free; wait for a request "
+            "to finish, or plan for a longer context or more sequences"
+        )
+        self.missing_pages = asked - free
 
 
 class EngineStoppedError(AgensError):

@@ -22,7 +22,10 @@ EventSink = Callable[[StepEvent], None]
 
 @dataclass(eq=False)
 class LiveSequence:
-    """Satisfies speculate.SequenceView. `max_tokens` is already clamped to what the context has left."""
+    """Satisfies speculate.SequenceView. `max_tokens` is already clamped to what the context has left.
+
+    cached_tokens, computed_tokens   of the prompt: taken from a stored session, and run
+    """
 
     request: Request
     sampler: SequenceSampler
@@ -32,6 +35,8 @@ class LiveSequence:
     prompt_len: int
     state: SequenceState | None = None
     aborted: bool = False
+    cached_tokens: int = 0
+    computed_tokens: int = 0
     timings: Timings = field(default_factory=Timings)
     drafts: DraftStats = field(default_factory=DraftStats)
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -81,7 +86,8 @@ class LiveSequence:
         """One line for the log: what the request was, and what each draft source gave."""
         steps = self.drafts.num_steps
         per_step = self.drafts.num_committed / steps if steps else 0.0
-        text = f"request {self.request_id} ended ({reason.value}): {self.prompt_len} prompt tokens, "
+        text = f"request {self.request_id} ended ({reason.value}): {self.prompt_len} prompt tokens "
+        text += f"({self.cached_tokens} cached), "
         text += f"{self.num_output_tokens} generated in {steps} verify steps ({per_step:.2f} a step)"
         for name, count in self.drafts.sources.items():
             text += f"; {name} {count.accepted}/{count.proposed} accepted"
@@ -101,6 +107,7 @@ class LiveSequence:
             self.timings.sources = self.drafts.sources
             self.timings.verify_steps, self.timings.decoded_tokens = self.drafts.num_steps, self.drafts.num_committed
             event.prompt_tokens, event.completion_tokens = self.prompt_len, self.num_output_tokens
+            event.cached_tokens = self.cached_tokens
             event.timings = self.timings
             event.reasoning = self.sampler.reasoning
         return event

@@ -11,6 +11,7 @@ import difflib
 import logging
 import math
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ _VENDOR_ENV = {
     "VOLUNDR_REASONING_BUDGET": "reasoning_budget",
     "VOLUNDR_REASONING_BUDGET_SOFT_BIAS": "reasoning_budget_soft_bias",
 }
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 _SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 
 
@@ -52,6 +54,8 @@ class Settings:
     weights: str = _setting("choice", "auto", choices=("auto", "dequantise", "packed"))  # quantised linears on a CPU
     repack_cache: str | None = _setting("text", None)  # a folder for repacked weights
     prefill_chunk_tokens: int | None = _setting("int", None, low=16)
+    session_cache: bool = _setting("switch", True)  # keep what prompts and answers leave behind for later turns
+    session_dir: str | None = _setting("text", None)  # a folder for sessions that outlive the engine
     max_output_tokens: int = _setting("int", 32_768, low=1)
 
     speculation: bool = _setting("switch", True)
@@ -72,10 +76,13 @@ class Settings:
     host: str = _setting("text", "127.0.0.1")
     port: int = _setting("int", 8000, low=0, high=65_535)
     api_key: str | None = _setting("text", None)
+    cors_origins: frozenset[str] = _setting("origins", frozenset())  # web pages that may call the server; * for all
+    request_timeout_seconds: float = _setting("number", 0.0, low=0.0)  # 0: a request may take as long as it likes
     max_body_bytes: int = _setting("int", 32 * 2**20, low=1024)
     keep_alive_seconds: float = _setting("number", 10.0, low=0.01)
     drain_seconds: float = _setting("number", 30.0, low=0.0)
     log_level: str = _setting("choice", "info", choices=("debug", "info", "warning", "error"))
+    log_format: str = _setting("choice", "text", choices=("text", "json"))
     profile: str | None = _setting("text", None)
 
     @classmethod
@@ -205,6 +212,8 @@ def _parse(setting: Field[Any], value: Any, where: str) -> Any:
         return _SWITCH[str(value).lower()]
     if kind == "names":
         return _parse_names(value, where)
+    if kind == "origins":
+        return _parse_origins(value, where)
     return _parse_number(value, where, rules, whole=kind == "int")
 
 
@@ -213,6 +222,15 @@ def _parse_names(value: Any, where: str) -> frozenset[str]:
     if not isinstance(names, list | tuple | set | frozenset) or not all(isinstance(n, str) for n in names):
         raise UsageError(f"{where} must be a list of names, not {value!r}")
     return frozenset(name.strip() for name in names if name.strip() and name.strip().lower() != "none")
+
+
+def _parse_origins(value: Any, where: str) -> frozenset[str]:
+    """Origins as browsers send them: a path or a slash at the end is an error, not a rule that never fits."""
+    origins = _parse_names(value, where)
+    for origin in sorted(origins):
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise UsageError(f"{where} must be * or an origin such as http://localhost:3000, not {origin!r}")
+    return origins
 
 
 def _parse_number(value: Any, where: str, rules: Mapping[str, Any], *, whole: bool) -> int | float:

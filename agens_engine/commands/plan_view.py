@@ -138,18 +138,20 @@ def _forecast(plan: MemoryPlan) -> RenderableType:
     title = (
         f"Forecast of one verify step: {full.bytes_read / 1e9:.2f} GB read and "
         f"{full.bus_bytes / 1e6:.1f} MB over the bus at "
-        f"{full.at_context:,} tokens ({short.bytes_read / 1e9:.2f} GB at {short.at_context:,}); "
+        f"{full.at_context:,} tokens ({short.bytes_read / 1e9:.2f} GB at {short.at_context:,}; hot cache "
+        f"{100 * full.far.hit_rate:.0f} % hits, {full.far.hit_source}); "
         f"memory roofline, not measured"
     )
     table = Table(box=box.SIMPLE, title=title, title_justify="left")
     table.add_column("GPU")
-    for column in ("step", "tokens/s with drafts", "tokens/s without", "enough memory"):
+    for column in ("step", "bus share", "tokens/s with drafts", "tokens/s without", "enough memory"):
         table.add_column(column, justify="right")
     for gpu, r in plan.roofline.items():
         style = "" if r.has_memory else "dim"
         table.add_row(
             gpu,
             f"{1e3 * r.step_seconds:.1f} ms",
+            f"{100 * r.bus_share:.1f} %",
             f"{r.tokens_per_second:.0f}",
             f"{r.plain_tokens_per_second:.0f}",
             "yes" if r.has_memory else "no",

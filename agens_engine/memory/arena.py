@@ -12,7 +12,8 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -115,8 +116,11 @@ class Arena:
         text += f"counted peak {format_size(self.peak_device_bytes)}"
         return text if measured is None else f"{text}, measured peak {format_size(measured)}"
 
-    def report(self) -> dict[str, int | None]:
-        """Planned and counted bytes side by side; `measured_peak_bytes` is the allocator's own figure on CUDA."""
+    def report(self) -> dict[str, Any]:
+        """Planned and counted bytes side by side, the device's and each line's (`lines`, by name).
+
+        `measured_peak_bytes` is the allocator's own figure on CUDA, None elsewhere.
+        """
         planned = sum(use.planned_bytes for use in self.lines.values() if use.place == DEVICE)
         measured = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         return {
@@ -124,4 +128,5 @@ class Arena:
             "planned_bytes": planned,
             "counted_peak_bytes": self.peak_device_bytes,
             "measured_peak_bytes": measured,
+            "lines": {name: asdict(use) for name, use in self.lines.items()},
         }

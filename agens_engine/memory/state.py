@@ -8,13 +8,14 @@ A step runs on the committed state without changing it and leaves a pending reco
     next step replays the waiting records, batched over the sequences that wait, and writes each state once
 
 So a verify step never stores a state it may have to take back, and rollback costs nothing. `flush` replays without a
-step. Fixed-size state lives in slots of one pool, so that sequences of a step can be gathered in one read.
+step. Fixed-size state lives in slots of one pool, so that sequences of a step can be gathered in one read; what grows
+with the context lies in pages (pages.py). Copies of a sequence: snapshot.py.
 Source: spec volundr-model.md section 9, drafters.md D.1 and D.4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,10 @@ import torch
 
 from agens_engine.core import NUM_VERIFY_ROWS
 from agens_engine.errors import AgensError
+from agens_engine.memory.far_pool import Claim, FarPool, PagedFar
 from agens_engine.memory.kv import DenseKv, WindowKv, WindowStorage
+from agens_engine.memory.pages import PagedRows, PagePool, PageTable, page_tokens_for
+from agens_engine.memory.snapshot import Snapshot, load_snapshot, take_snapshot
 from agens_kernels.ref import kda as kda_ref
 
 
@@ -39,6 +43,7 @@ class StateShapes:
     head_dim: int
     window: int
     compress: int
+    topk: int
     index_dim: int
     num_previous_ids: int
 
@@ -63,19 +68,25 @@ class KdaRows:
         return KdaRows(u, k, v, g, beta, self.final.new_empty(0))
 
 
-Claim = Callable[[str, tuple[int, ...]], torch.Tensor]  # (plan line, shape) -> zeroed float32 tensor
-
-
 def unplanned(device: torch.device) -> Claim:
     """A claim without a plan behind it: for tools that run one sequence and exit, and for tests."""
-    return lambda line, shape: torch.zeros(shape, device=device)
+
+    def claim(line: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, /) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return claim
 
 
 class StatePool:
-    """All sequence memory of an engine: claimed once for num_slots sequences of context_tokens, given out by slot.
+    """All sequence memory of an engine: claimed once for num_slots sequences of context_tokens.
 
-    states   [L, slots, Hv, Dk, Dv], tails [L, slots, K-1, ch]: float32; a step gathers its rows in one read
-    raises   PlanError when the plan's lines do not hold it
+    Slots hold what is fixed per sequence, pages what grows; with every slot at its full context all pages are in use.
+
+    states               [L, slots, Hv, Dk, Dv], tails [L, slots, K-1, ch]: float32; a step gathers its rows in one read
+    paged                storage by name, each [num_pages, rows of a page, ...]; see snapshot.py for the names
+    far_resident_layers  far pools on the device; None: all
+    hot_cache_blocks     cached far blocks per host layer and slot
+    raises               PlanError when the plan's lines do not hold it
     """
 
     def __init__(
@@ -87,6 +98,7 @@ class StatePool:
         context_tokens: int,
         chunk_tokens: int,
         far_resident_layers: int | None = None,
+        hot_cache_blocks: int = 0,
     ) -> None:
         self.shapes, self.num_slots = shapes, num_slots
         self.context_tokens = context_tokens
@@ -96,43 +108,71 @@ class StatePool:
             self.tails = claim("state.conv", (layers, num_slots, *shapes.conv_tail))
         else:
             self.states = self.tails = torch.empty((0, num_slots))
-        self._storage = self._claim_kv(claim, chunk_tokens, far_resident_layers)
+        page_tokens = page_tokens_for(shapes.compress)
+        per_slot = -(-(context_tokens + NUM_VERIFY_ROWS) // page_tokens)
+        self.pages = PagePool(num_slots * per_slot, page_tokens)
+        self.paged: dict[str, torch.Tensor] = {}
+        self._rings: dict[int, dict[str, torch.Tensor]] = {}
+        self.far: FarPool | None = None
+        self._claim_dense(claim)
+        if shapes.window_layers:
+            self._claim_windows(claim, chunk_tokens)
+            resident = len(shapes.window_layers) if far_resident_layers is None else far_resident_layers
+            self._claim_far(claim, per_slot, resident, hot_cache_blocks)
+        self.page_bytes = sum(x[:1].numel() * x.element_size() for x in self.paged.values())
         self._free = list(range(num_slots - 1, -1, -1))
 
-    def _claim_kv(
-        self, claim: Claim, chunk_tokens: int, far_resident: int | None
-    ) -> dict[int, dict[str, torch.Tensor]]:
-        """Layer -> part -> [slots, ...]; sizes as in the planner's sequence_lines.py."""
-        s, slots, row = self.shapes, self.num_slots, (self.shapes.kv_heads, self.shapes.head_dim)
-        rows = self.context_tokens + NUM_VERIFY_ROWS
-        storage: dict[int, dict[str, torch.Tensor]] = {}
-        for layer in s.dense_layers:
-            storage[layer] = {part: claim("kv.dense", (slots, rows, *row)) for part in ("k", "v")}
-        # a verify step needs room for its rows and one far block behind the window
-        ring = min(s.window + max(chunk_tokens, s.compress + NUM_VERIFY_ROWS), rows)
-        blocks = max(0, -(-(self.context_tokens - s.window) // s.compress))
-        keys = -(-self.context_tokens // s.compress)
-        for n, layer in enumerate(s.window_layers):
-            far_line = "far.resident" if far_resident is None or n < far_resident else "host.far_pool"
-            storage[layer] = {part: claim("kv.window", (slots, ring, *row)) for part in ("k", "v")}
-            index_rows = s.compress + NUM_VERIFY_ROWS
-            storage[layer]["index"] = claim("kv.index_tail", (slots, index_rows, s.index_dim))
-            storage[layer]["block_keys"] = claim("kv.block_keys", (slots, keys, s.index_dim))
-            for part in ("far_k", "far_v"):
-                storage[layer][part] = (
-                    claim(far_line, (slots, blocks, *row)) if blocks else self.states.new_empty((slots, 0, *row))
-                )
-        return storage
+    # --- storage; sizes as in the planner's sequence_lines.py --------------------------------------------------------
 
-    def kv_of(self, slot: int) -> dict[int, DenseKv | WindowKv]:
-        """Empty caches of every softmax layer on one slot's storage."""
-        caches: dict[int, DenseKv | WindowKv] = {}
-        for layer, parts in self._storage.items():
-            own = {name: part[slot] for name, part in parts.items()}
-            if layer in self.shapes.dense_layers:
-                caches[layer] = DenseKv(own["k"], own["v"])
-            else:
-                caches[layer] = WindowKv(self.shapes.window, self.shapes.compress, WindowStorage(**own))
+    def _claim_dense(self, claim: Claim) -> None:
+        row, pages = (self.shapes.kv_heads, self.shapes.head_dim), self.pages
+        for layer in self.shapes.dense_layers:
+            for part in ("k", "v"):
+                self.paged[f"kv.{layer}.{part}"] = claim("kv.dense", (pages.num_pages, pages.page_tokens, *row))
+
+    def _claim_windows(self, claim: Claim, chunk_tokens: int) -> None:
+        s, slots, row = self.shapes, self.num_slots, (self.shapes.kv_heads, self.shapes.head_dim)
+        # a verify step needs room for its rows and one far block behind the window
+        written = max(chunk_tokens, s.compress + NUM_VERIFY_ROWS)
+        ring = min(s.window + written, self.context_tokens + NUM_VERIFY_ROWS)
+        keys = (self.pages.num_pages, self.pages.page_tokens // s.compress, s.index_dim)
+        for layer in s.window_layers:
+            parts = {part: claim("kv.window", (slots, ring, *row)) for part in ("k", "v")}
+            parts["index"] = claim("kv.index_tail", (slots, s.compress + NUM_VERIFY_ROWS, s.index_dim))
+            self._rings[layer] = parts
+            self.paged[f"block_keys.{layer}"] = claim("kv.block_keys", keys)
+
+    def _claim_far(self, claim: Claim, pages_per_slot: int, resident: int, hot_blocks: int) -> None:
+        """Far pages, where the context ever leaves the window."""
+        s, leaves = self.shapes, self.context_tokens > self.shapes.window
+        blocks = self.pages.page_tokens // s.compress
+        self.far = FarPool(
+            claim if leaves else unplanned(self.states.device),
+            s.window_layers,
+            (s.kv_heads, s.head_dim),
+            num_pages=self.pages.num_pages,
+            page_blocks=blocks if leaves else 0,
+            blocks=pages_per_slot * blocks if leaves else 0,
+            topk=s.topk,
+            num_slots=self.num_slots,
+            resident=resident if leaves else len(s.window_layers),
+            hot_blocks=hot_blocks,
+        )
+        if leaves:
+            for layer, pair in self.far.storage.items():
+                self.paged |= {f"far.{layer}.{part}": stored for part, stored in zip("kv", pair, strict=True)}
+
+    def kv_of(self, slot: int, table: PageTable) -> dict[int, DenseKv | WindowKv]:
+        """Empty caches of every softmax layer on one slot's storage and a sequence's pages."""
+        s, caches = self.shapes, dict[int, DenseKv | WindowKv]()
+        for layer in s.dense_layers:
+            k, v = (PagedRows(self.paged[f"kv.{layer}.{part}"], table) for part in "kv")
+            caches[layer] = DenseKv(k, v)
+        for layer, parts in self._rings.items():
+            assert self.far is not None
+            keys = PagedRows(self.paged[f"block_keys.{layer}"], table)
+            storage = WindowStorage(**{name: part[slot] for name, part in parts.items()})
+            caches[layer] = WindowKv(s.window, s.compress, storage, PagedFar(self.far, layer, slot, table, keys))
         return caches
 
     @property
@@ -146,7 +186,15 @@ class StatePool:
         slot = self._free.pop()
         self.states[:, slot].zero_()
         self.tails[:, slot].zero_()
+        if self.far is not None:
+            self.far.begin(slot)
         return SequenceState(self, slot)
+
+    def stats(self) -> dict[str, Any]:
+        """Pages in use and what the far pool's host layers cost; cheap."""
+        far = self.far.counts.summary() if self.far is not None else None
+        used, total = self.pages.pages_used, self.pages.num_pages
+        return {"pages_used": used, "pages": total, "page_tokens": self.pages.page_tokens, "far_pool": far}
 
     def replay(self, kda_index: int, sequences: Sequence[SequenceState]) -> None:
         """Write what a layer's deferred commits left open; sequences that kept equally many rows go together.
@@ -171,21 +219,11 @@ class StatePool:
         assert slot not in self._free, f"slot {slot} freed twice"
         self._free.append(slot)
 
-    def check(self, live: Sequence[SequenceState]) -> None:
-        """Every slot is free or belongs to exactly one live sequence; raises AssertionError otherwise."""
+    def check(self, live: Sequence[SequenceState], snapshots: Sequence[Snapshot] = ()) -> None:
+        """Every slot is free or belongs to one live sequence, every page to those that hold it; else AssertionError."""
         slots = [state.slot for state in live] + self._free
         assert sorted(slots) == list(range(self.num_slots)), f"slots lost or shared: {sorted(slots)}"
-
-
-@dataclass
-class Snapshot:
-    """A private copy of a sequence's memory after `num_tokens` tokens."""
-
-    num_tokens: int
-    previous_ids: list[int]
-    states: torch.Tensor
-    tails: torch.Tensor
-    kv: dict[int, Any]
+        self.pages.check([*(state.table.pages for state in live), *(snapshot.pages for snapshot in snapshots)])
 
 
 class SequenceState:
@@ -195,16 +233,31 @@ class SequenceState:
         self.pool, self.slot = pool, slot
         self.num_tokens = 0
         self.previous_ids = [-1] * pool.shapes.num_previous_ids
-        self.kv = pool.kv_of(slot)
+        self.table = PageTable(pool.pages, pool.states.device)
+        self.kv = pool.kv_of(slot, self.table)
         self._pending: dict[int, KdaRows] = {}
         self._pending_ids: list[int] = []
         self.deferred: dict[int, KdaRows] = {}  # KDA layers whose stored state still lacks these rows
 
+    def reserve(self, num_tokens: int) -> None:
+        """Hold pages for so many positions. Raises OutOfPages, having taken none."""
+        most = self.pool.context_tokens + NUM_VERIFY_ROWS
+        assert num_tokens <= most, f"{num_tokens} positions in a memory planned for {most}"
+        self.table.reserve(num_tokens)
+
+    def paged_rows(self, name: str) -> PagedRows:
+        """This sequence's rows of a paged storage."""
+        return PagedRows(self.pool.paged[name], self.table)
+
     # --- one step: begin, keep, commit -------------------------------------------------------------------------------
 
     def begin(self, ids: Sequence[int]) -> None:
-        """Rows for these token ids are about to run at positions num_tokens .. ; drops whatever was not committed."""
+        """Rows for these token ids are about to run at positions num_tokens .. ; drops whatever was not committed.
+
+        raises  OutOfPages; the sequence is as before and may try again
+        """
         assert self.slot >= 0, "the sequence was freed"
+        self.reserve(self.num_tokens + len(ids))
         self._pending_ids = list(ids)
         self._pending.clear()
 
@@ -246,30 +299,39 @@ class SequenceState:
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """A copy of the committed memory; nothing is shared with the live sequence."""
+        """The committed memory: full pages shared, everything else copied. Its owner must release it."""
         self.flush()
-        return Snapshot(
-            self.num_tokens,
-            list(self.previous_ids),
-            self.pool.states[:, self.slot].clone(),
-            self.pool.tails[:, self.slot].clone(),
-            {layer: cache.save(self.num_tokens) for layer, cache in self.kv.items()},
-        )
+        return take_snapshot(self)
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Become an exact copy of the snapshot; the snapshot stays usable."""
-        self.num_tokens = snapshot.num_tokens
-        self.previous_ids = list(snapshot.previous_ids)
-        self.pool.states[:, self.slot] = snapshot.states
-        self.pool.tails[:, self.slot] = snapshot.tails
-        for layer, saved in snapshot.kv.items():
-            self.kv[layer].load(saved)
+    def restore(self, source: Snapshot | Mapping[str, torch.Tensor]) -> None:
+        """Become an exact copy of a snapshot or of what its `to_host` gave; the source stays usable.
+
+        raises  OutOfPages; ValueError naming the key for tensors that do not fit. Then the sequence holds no tokens.
+        """
+        self.reset()
+        try:
+            load_snapshot(self, source)
+        except BaseException:
+            self.reset()
+            raise
+
+    def reset(self) -> None:
+        """As freshly created: no tokens, no pages, zero state."""
+        self.table.clear()
+        self.pool.states[:, self.slot].zero_()
+        self.pool.tails[:, self.slot].zero_()
+        if self.pool.far is not None:
+            self.pool.far.begin(self.slot)
+        self.kv = self.pool.kv_of(self.slot, self.table)
+        self.num_tokens = 0
+        self.previous_ids = [-1] * self.pool.shapes.num_previous_ids
         self._pending.clear()
         self.deferred.clear()
         self._pending_ids = []
 
     def free(self) -> None:
-        """Give the slot back. Using the sequence afterwards is a bug."""
+        """Give slot and pages back. Using the sequence afterwards is a bug."""
+        self.table.clear()
         self.pool.release(self.slot)
         self.slot = -1
         self.kv.clear()

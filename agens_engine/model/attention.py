@@ -32,8 +32,8 @@ class GatedAttention(nn.Module):
         q, gate, k, v = self._project(h, rope)
         parts = []
         for unit in batch.attention_units:
-            view = batch.extend_kv(self.layer, unit, unit.take(k), unit.take(v), None)
-            parts.append((unit, ref.causal_attention(unit.take(q), view.k, view.v, first=unit.first)))
+            read = batch.extend_dense(self.layer, unit, unit.take(k), unit.take(v))
+            parts.append((unit, ref.causal_attention_over(unit.take(q), read, first=unit.first)))
         return self._output(scatter(parts, h.shape[0]), gate)
 
     def _project(self, h: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
-from agens_engine.memory.kv import KvView
+from agens_engine.memory.kv import DenseKv, WindowKv, WindowView
 from agens_engine.memory.state import KdaRows, SequenceState
-from agens_kernels.ref.attention import visible_far_blocks
+from agens_kernels.ref.attention import ReadRows, TensorFar, visible_far_blocks
 
 Rows = slice | torch.Tensor
 
@@ -49,9 +49,11 @@ class Batch(Protocol):
 
     def keep_recurrent(self, kda_index: int, group: Group, rows: KdaRows) -> None: ...
 
-    def extend_kv(
-        self, layer: int, unit: Group, k: torch.Tensor, v: torch.Tensor, index_key: torch.Tensor | None
-    ) -> KvView: ...
+    def extend_dense(self, layer: int, unit: Group, k: torch.Tensor, v: torch.Tensor) -> ReadRows: ...
+
+    def extend_window(
+        self, layer: int, unit: Group, k: torch.Tensor, v: torch.Tensor, index_key: torch.Tensor
+    ) -> WindowView: ...
 
 
 def scatter(parts: Iterable[tuple[Group, torch.Tensor]], num_rows: int) -> torch.Tensor:
@@ -119,11 +121,17 @@ class StepBatch:
             fields = (rows.u, rows.k, rows.v, rows.g, rows.beta, rows.final)
             self.states[i].keep(kda_index, KdaRows(*(x[row] for x in fields)))
 
-    def extend_kv(
-        self, layer: int, unit: Group, k: torch.Tensor, v: torch.Tensor, index_key: torch.Tensor | None
-    ) -> KvView:
+    def extend_dense(self, layer: int, unit: Group, k: torch.Tensor, v: torch.Tensor) -> ReadRows:
         cache = self.states[unit.members[0]].kv[layer]
-        return cache.extend(unit.first, k[0], v[0], None if index_key is None else index_key[0])
+        assert isinstance(cache, DenseKv)
+        return cache.extend(unit.first, k[0], v[0])
+
+    def extend_window(
+        self, layer: int, unit: Group, k: torch.Tensor, v: torch.Tensor, index_key: torch.Tensor
+    ) -> WindowView:
+        cache = self.states[unit.members[0]].kv[layer]
+        assert isinstance(cache, WindowKv)
+        return cache.extend(unit.first, k[0], v[0], index_key[0])
 
 
 class FreshBatch:
@@ -151,18 +159,19 @@ class FreshBatch:
     def keep_recurrent(self, kda_index: int, group: Group, rows: KdaRows) -> None:
         """Nothing outlives a fresh batch."""
 
-    def extend_kv(
-        self, layer: int, unit: Group, k: torch.Tensor, v: torch.Tensor, index_key: torch.Tensor | None
-    ) -> KvView:
-        if index_key is None:
-            return KvView(k, v)
+    def extend_dense(self, layer: int, unit: Group, k: torch.Tensor, v: torch.Tensor) -> ReadRows:
+        return lambda a, z: (k[:, a:z], v[:, a:z])
+
+    def extend_window(
+        self, layer: int, unit: Group, k: torch.Tensor, v: torch.Tensor, index_key: torch.Tensor
+    ) -> WindowView:
         num_far = visible_far_blocks(unit.length - 1, self._window, self._compress)
         size = num_far * self._compress
 
         def pool(x: torch.Tensor) -> torch.Tensor:
             return x[:, :size].unflatten(1, (num_far, self._compress)).mean(2)
 
-        return KvView(k, v, 0, pool(k), pool(v), pool(index_key))
+        return WindowView(k, v, 0, TensorFar(pool(k), pool(v), pool(index_key)))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from agens_engine.memory.kv import KvView
+from agens_engine.memory.kv import WindowView
 from agens_engine.model.attention import GatedAttention, Rope
 from agens_engine.model.batch import Batch, Group, scatter
 from agens_engine.model.config import ModelConfig
@@ -15,7 +15,7 @@ from agens_engine.model.layers import GemmaNorm
 from agens_kernels.ref import attention as ref
 
 # called with (query [B, T, H, D], index query [B, T, Di], the view); a trainer teaches the indexer through it
-IndexerHook = Callable[[Group, torch.Tensor, torch.Tensor, KvView], None]
+IndexerHook = Callable[[Group, torch.Tensor, torch.Tensor, WindowView], None]
 SelectionHook = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -39,8 +39,7 @@ class BcsaAttention(GatedAttention):
         index_query, index_key = self.index(h)
         parts = []
         for unit in batch.attention_units:
-            view = batch.extend_kv(self.layer, unit, unit.take(k), unit.take(v), unit.take(index_key))
-            assert view.far_k is not None and view.far_v is not None and view.block_keys is not None
+            view = batch.extend_window(self.layer, unit, unit.take(k), unit.take(v), unit.take(index_key))
             query, iq = unit.take(q), unit.take(index_query)
             if self.on_indexer is not None:
                 self.on_indexer(unit, query, iq, view)
@@ -50,9 +49,7 @@ class BcsaAttention(GatedAttention):
                 view.v,
                 first=unit.first,
                 key_start=view.key_start,
-                far_k=view.far_k,
-                far_v=view.far_v,
-                block_keys=view.block_keys,
+                far=view.far,
                 index_query=iq,
                 window=b.window,
                 compress=b.compress,

@@ -85,6 +85,27 @@ class DraftKv:
         rows = self._rows[:, first - self._base : stop - self._base]
         return rows[0], rows[1]
 
+    def save(self, stop: int) -> dict[str, torch.Tensor]:
+        """Copies on the CPU of the rows before `stop` that a later read may ask for, and where they begin."""
+        first = self._base
+        if self.window is not None:
+            first = max(first, min(stop, stop - self.window - NUM_VERIFY_ROWS))
+        rows = self._rows[:, first - self._base : stop - self._base]
+        return {"rows": rows.to("cpu", copy=True).contiguous(), "at": torch.tensor([self.start, first])}
+
+    def load(self, saved: dict[str, torch.Tensor]) -> bool:
+        """Take in what `save` gave; False, with nothing changed, when it does not fit this storage."""
+        rows, at = saved.get("rows"), saved.get("at")
+        if rows is None or at is None or rows.dim() != 4 or rows.shape[2:] != self._rows.shape[2:]:
+            return False
+        if rows.dtype != self._rows.dtype or (self._fixed and rows.shape[1] > self._rows.shape[1]):
+            return False
+        start, first = at.tolist()
+        self.restart(first)
+        self.write(first, rows[0].to(self._rows.device), rows[1].to(self._rows.device), final=True)
+        self.start = start
+        return True
+
     @property
     def num_bytes(self) -> int:
         return self._rows.numel() * self._rows.element_size()

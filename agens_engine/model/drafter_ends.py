@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from agens_engine.model.volundr import Volundr
 
@@ -29,9 +28,8 @@ class TargetEnds:
     @classmethod
     def of(cls, model: Volundr, num_usable: int | None = None) -> TargetEnds:
         """num_usable: None for the whole vocabulary."""
-        embedding = model.model.embed_tokens.weight
         return cls(
-            embed=lambda ids: F.embedding(ids, embedding),
+            embed=model.embed,
             head=model.logits,
             head_rows=model.head_rows,
             num_usable=model.config.vocab_size if num_usable is None else num_usable,

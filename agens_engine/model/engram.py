@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from agens_engine.memory.host_tables import gather_rows
 from agens_engine.model.batch import Batch, scatter
 from agens_engine.model.config import EngramConfig
 from agens_engine.model.layers import PlainNorm
@@ -13,14 +15,11 @@ from agens_kernels.ref import engram as ref
 
 
 class Table(nn.Module):
-    """One hashed table, [rows, dim]."""
+    """One hashed table, [rows, dim], in the type it is stored in."""
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(rows, dim))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.embedding(rows, self.weight)
 
 
 class Engram(nn.Module):
@@ -34,7 +33,8 @@ class Engram(nn.Module):
 
     def forward(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The addition to y [T, C]; rows [orders, T] int64 from engram_rows."""
-        parts = [table(rows[j]) for j, table in enumerate(self.tables)]
+        weights = (cast(Table, table).weight for table in self.tables)
+        parts = [gather_rows(weight, rows[j], self.norm.weight) for j, weight in enumerate(weights)]
         gate = torch.sigmoid(self.gate(y))
         return gate * self.value(self.norm(torch.cat(parts, -1)))
 

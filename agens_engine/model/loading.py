@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from agens_engine.errors import UsageError
+from agens_engine.memory.host_tables import pin_in_pieces
 from agens_engine.model.checkpoint import Checkpoint, open_checkpoint
 from agens_engine.model.config import ModelConfig, expected_shapes, parse_config
 from agens_engine.model.load_progress import LoadProgress
@@ -57,13 +58,15 @@ def load_model(
     memory: WeightMemory | None = None,
     packed: Mapping[str, TensorSpec] | None = None,
     cache: RepackCache | None = None,
+    map_tables: bool = False,
 ) -> Volundr:
-    """Load the text model of a folder.
+    """Load the text model of a folder. Embedding and Engram tables stay in the type they are stored in.
 
     dtype    what weights and activations are computed in; only float32 so far
     memory   counts every weight against its plan line; None: nobody counts
     packed   the linears that stay packed, as survey_packed found them; None: all are decoded to float32
     cache    where repacked weights are kept between starts
+    map_tables   tables are read from the mapped file, row by row, and take no memory of the plan
     raises   CheckpointError or ConfigError naming the file and the tensor, UsageError for a dtype that is not available
     """
     if dtype not in DTYPES:
@@ -72,7 +75,8 @@ def load_model(
         config = _verified_config(checkpoint)
         with torch.device("meta"):
             model = Volundr(config)
-        _fill(model, checkpoint, device, DTYPES[dtype], memory, packed or {}, cache)
+        tables = host_tables(config)
+        _fill(model, checkpoint, device, DTYPES[dtype], memory, packed or {}, cache, tables, map_tables)
     if device.type == "cpu" and config.hidden_size < ONE_THREAD_BELOW:
         # steps of a few milliseconds gain nothing from more threads, and lose much when the cores are busy elsewhere
         torch.set_num_threads(1)
@@ -106,6 +110,8 @@ def _fill(
     memory: WeightMemory | None,
     packed: Mapping[str, TensorSpec],
     cache: RepackCache | None,
+    tables: frozenset[str],
+    map_tables: bool,
 ) -> None:
     """Put each tensor where its name says, the packed ones first."""
     names = [name for name, _ in model.named_parameters()]
@@ -117,9 +123,14 @@ def _fill(
             held[name] = str(linear.format), linear.nbytes
             model.set_submodule(name.removesuffix(".weight"), linear)
             progress.advance(checkpoint.entry(name).nbytes)
-        for name, weight in _decoded(checkpoint, (n for n in names if n not in packed), dtype):
-            weight = weight.to(device)
-            if memory is not None:
+        for name, weight in _decoded(checkpoint, (n for n in names if n not in packed), dtype, tables):
+            if name not in tables:
+                weight = weight.to(device)
+            elif not map_tables:
+                weight = weight.clone()
+                if device.type == "cuda":
+                    log.info("%s: %s", name, pin_in_pieces(weight))
+            if memory is not None and not (map_tables and name in tables):
                 weight = memory.adopt(plan_line(name), weight)
             held[name] = str(weight.dtype).removeprefix("torch."), weight.nbytes
             path, _, leaf = name.rpartition(".")
@@ -144,14 +155,25 @@ def _lowbit(
     return LowbitLinear(repack_entry(checkpoint, spec, allocate, cache=cache))
 
 
-def _decoded(checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the order of the names, decoded by as many threads as there are cores, a few tensors ahead."""
+def host_tables(config: ModelConfig) -> frozenset[str]:
+    """Weights that are gathered by row and stay on the host; an embedding that is the head too is not one of them."""
+    names = (name for name in expected_shapes(config) if classify(name) in _HOST_LINES)
+    return frozenset(n for n in names if not (config.tie_embeddings and classify(n) == "embedding"))
+
+
+def _decoded(
+    checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype, tables: frozenset[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the order of the names, decoded by as many threads as there are cores, a few tensors ahead.
+
+    tables   these are given as views of the mapped file
+    """
     readers = min(MAX_READERS, os.cpu_count() or 1)
     ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
     with ThreadPoolExecutor(readers) as pool:
         try:
             for name in names:
-                ahead.append((name, pool.submit(checkpoint.read, name, dtype)))
+                ahead.append((name, pool.submit(checkpoint.read, name, None if name in tables else dtype)))
                 if len(ahead) > readers:
                     done, future = ahead.popleft()
                     yield done, future.result()

@@ -17,6 +17,7 @@ import logging
 import os
 import struct
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class RepackCache:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
         self._writable = True
+        self._lock = threading.Lock()  # several loading threads may find the disk full at once
         try:
             for name in ("seen", "tensors"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -160,8 +162,10 @@ class RepackCache:
                 Path(name).unlink(missing_ok=True)
                 raise
         except OSError as error:
-            self._writable = False
-            log.warning("repack cache %s: %s; nothing more is written there", self.folder, error.strerror or error)
+            with self._lock:
+                first, self._writable = self._writable, False
+            if first:
+                log.warning("repack cache %s: %s; nothing more is written there", self.folder, error.strerror or error)
 
     def _warn(self, key: str, error: Exception) -> None:
         log.warning("repack cache: %s is not usable (%s); making it again", self.folder / "tensors" / key, error)

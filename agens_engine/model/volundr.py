@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from agens_engine.memory.host_tables import gather_rows
 from agens_engine.memory.state import StateShapes
 from agens_engine.model.attention import GatedAttention, Rope
 from agens_engine.model.batch import Batch, FreshBatch, FreshShapes
@@ -93,7 +94,7 @@ class Volundr(nn.Module):
         c, body = self.config, self.model
         rope = rope_tables(batch.positions, c.rope.rotary_dims, c.rope.theta)
         rows = engram_rows(batch, c.engram) if c.engram is not None else None
-        embedded = body.embed_tokens(batch.ids)
+        embedded = self.embed(batch.ids)
         streams = embedded.unsqueeze(1).expand(-1, c.num_streams, -1).contiguous()
         tapped = {}
         for i, layer in enumerate(body.layers):
@@ -108,6 +109,10 @@ class Volundr(nn.Module):
             if self.on_layer is not None:
                 self.on_layer(i, streams)
         return body.norm(streams[:, 0]), [tapped[i] for i in taps]
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [...] int64 -> [..., C]; the table may lie on the host, in a narrower type."""
+        return gather_rows(self.model.embed_tokens.weight, ids, self.model.norm.weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, C] -> [R, V] float32."""
@@ -135,6 +140,7 @@ class Volundr(nn.Module):
             head_dim=c.head_dim,
             window=b.window if b else 0,
             compress=b.compress if b else 1,
+            topk=b.topk if b else 0,
             index_dim=b.indexer_dim if b else 0,
             num_previous_ids=max(c.engram.orders) - 1 if c.engram else 0,
         )

@@ -11,7 +11,7 @@ Source: spec drafters.md A and B.4. Without a selector (plain DFlash) the walk t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,17 +134,21 @@ class DFlashSource:
             all_rows.ids[rows], all_rows.unary[rows], None if all_rows.gate is None else all_rows.gate[rows]
         )
         before = [ask.prefix[-1] if ask.prefix else ask.seq.token_ids[-1] for ask in asks]
+        predecessors = torch.tensor(before, device=self._device)
+        first_slots = torch.tensor([len(ask.prefix) for ask in asks], device=self._device)
+        sampling = [_samples(ask.seq) for ask in asks]
+        if not any(sampling):
+            return self.drafter.walk(mine, predecessors, first_slots)
         uniforms = np.zeros((len(asks), mine.ids.shape[1]))
         for row, ask in enumerate(asks):
-            if _samples(ask.seq):
+            if sampling[row]:
                 uniforms[row] = ask.seq.stream.uniforms(ask.seq.num_output_tokens, uniforms.shape[1], Lane.DRAFT)
+        temperatures = [ask.seq.sampling.temperature if s else 0.0 for ask, s in zip(asks, sampling, strict=True)]
         return self.drafter.walk(
             mine,
-            torch.tensor(before, device=self._device),
-            torch.tensor([len(ask.prefix) for ask in asks], device=self._device),
-            temperatures=torch.tensor(
-                [ask.seq.sampling.temperature if _samples(ask.seq) else 0.0 for ask in asks], device=self._device
-            ),
+            predecessors,
+            first_slots,
+            temperatures=torch.tensor(temperatures, device=self._device),
             uniforms=torch.from_numpy(uniforms).to(self._device),
         )
 
@@ -155,6 +159,23 @@ class DFlashSource:
             return DraftRun(self.name, tokens)
         q = walk.dense_q(row, first, self.drafter.config.vocab_size)[: len(tokens)]
         return DraftRun(self.name, tokens, q.cpu().numpy())
+
+    def save(self, seq: SequenceView) -> dict[str, torch.Tensor]:
+        """The context of the committed rows, for a snapshot."""
+        context = self._contexts[seq.request_id]
+        saved = {"length": torch.tensor(context.length)}
+        for index, layer in enumerate(context.layers):
+            saved |= {f"{index}.{key}": value for key, value in layer.save(context.length).items()}
+        return saved
+
+    def load(self, seq: SequenceView, saved: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a saved context; one of another drafter is left alone, then the context begins afresh."""
+        context = self._contexts[seq.request_id]
+        for index, layer in enumerate(context.layers):
+            if not layer.load({key: saved[name] for key in ("rows", "at") if (name := f"{index}.{key}") in saved}):
+                context.restart(0)
+                return
+        context.length = int(saved["length"])
 
     def observe(self, seq: SequenceView, result: StepResult) -> None:
         """The committed rows say it all."""

@@ -18,9 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from agens_engine.core import NUM_VERIFY_ROWS, DraftChain, DraftRun, StepResult
-from agens_engine.speculate.source import Ask, CommittedRows, DraftFault, DraftSource, Reads, SequenceView
+from agens_engine.speculate.source import (
+    Ask,
+    CommittedRows,
+    DraftFault,
+    DraftSource,
+    KeepsContext,
+    Reads,
+    SequenceView,
+)
 from agens_engine.speculate.stats import AcceptanceWatch
 
 _log = logging.getLogger(__name__)
@@ -161,6 +170,23 @@ class SlotFiller:
             if not self._guarded(source, "observe", seq, result)[0]:
                 self._off[seq.request_id].add(source.name)
 
+    def save(self, seq: SequenceView) -> dict[str, torch.Tensor]:
+        """What the sources of this request can store, keys "<source>.<part>"."""
+        saved: dict[str, torch.Tensor] = {}
+        for source in self._active(seq):
+            if isinstance(source, KeepsContext):
+                done, parts = self._guarded(source, "save", seq)
+                saved |= {f"{source.name}.{key}": value for key, value in parts.items()} if done else {}
+        return saved
+
+    def load(self, seq: SequenceView, saved: Mapping[str, torch.Tensor]) -> None:
+        """Give the sources back what `save` got from them for the same tokens; one that fails sits out the request."""
+        for source in self._active(seq):
+            head = f"{source.name}."
+            parts = {key.removeprefix(head): value for key, value in saved.items() if key.startswith(head)}
+            if isinstance(source, KeepsContext) and parts and not self._guarded(source, "load", seq, parts)[0]:
+                self._off[seq.request_id].add(source.name)
+
     def end(self, seq: SequenceView) -> None:
         """The request is over; every source forgets it, also those that were switched off."""
         if self._off.pop(seq.request_id, None) is not None:
@@ -184,9 +210,9 @@ class SlotFiller:
 
     def _prepare(self, slots: Sequence[_Slots]) -> None:
         for source in self.sources:
-            open_slots = [
-                (s, ask) for s in slots if source.reads and (ask := s.ask_to_prepare(source.name)) is not None
-            ]
+            if not source.reads:
+                continue
+            open_slots = [(s, ask) for s in slots if (ask := s.ask_to_prepare(source.name)) is not None]
             if not open_slots:
                 continue
             with _timed(source.name, open_slots):

@@ -11,7 +11,7 @@ Source: spec drafters.md B.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -136,6 +136,23 @@ class MtpSource:
                 del state.extra[token]
             state.extra_ids = torch.tensor(list(state.extra), dtype=torch.long, device=self._device)
         return state.extra_ids
+
+    def save(self, seq: SequenceView) -> dict[str, torch.Tensor]:
+        """The head's committed rows, for a snapshot. The newest one knows the token after it, which a resumed text need
+        not have: a slightly worse guess at most."""
+        cache = self._states[seq.request_id].cache
+        saved = {"length": torch.tensor(cache.length), **cache.kv.save(cache.length)}
+        if cache.newest is not None:
+            saved["newest"] = cache.newest.to("cpu", copy=True)
+        return saved
+
+    def load(self, seq: SequenceView, saved: Mapping[str, torch.Tensor]) -> None:
+        """Go on from saved rows; those of another head are left alone, then the cache begins afresh."""
+        cache = self._states[seq.request_id].cache
+        if cache.kv.load(dict(saved)):
+            newest = saved.get("newest")
+            cache.length = int(saved["length"])
+            cache.newest = None if newest is None else newest.to(self._device)
 
     def observe(self, seq: SequenceView, result: StepResult) -> None:
         """The committed rows say it all."""

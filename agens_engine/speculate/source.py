@@ -16,9 +16,9 @@ Calls are batched over the sequences of a step, all on the engine's thread:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -146,6 +146,20 @@ class DraftSource(Protocol):
 
     def end(self, seq: SequenceView) -> None:
         """The request is over; drop its state. Also called for a request that never proposed."""
+        ...
+
+
+@runtime_checkable
+class KeepsContext(Protocol):
+    """A source whose state of a request can be stored with a snapshot. Optional: a source that is not given its state
+    back starts afresh at the first row it sees, which only costs acceptance."""
+
+    def save(self, seq: SequenceView) -> dict[str, torch.Tensor]:
+        """Copies on the CPU of what the committed rows left behind."""
+        ...
+
+    def load(self, seq: SequenceView, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take in what `save` gave for the same tokens, after begin(); what does not fit is ignored."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from agens_planner.dims import Config, check_shapes, read_dims
@@ -52,6 +53,8 @@ def build_model(
     if "head" not in kinds.values():
         if not tied:
             raise PlannerInputError(f"{source}: lm_head.weight is missing and tie_word_embeddings is false")
+        # a matrix that is multiplied with is no table
+        text_specs = [(kind, replace(s, table_bytes=0) if kind == "embedding" else s) for kind, s in text_specs]
         text_specs.append(("head", TensorSpec("lm_head.weight", (dims.vocab, dims.hidden))))
     vision_specs = [(k, specs[n]) for n, k in kinds.items() if k == "vision"]
     return ModelShapes(

@@ -17,7 +17,7 @@ from agens_planner.build import build_drafter, build_model, build_mtp
 from agens_planner.checkpoint import read_config
 from agens_planner.dims import Config, mixer_kinds
 from agens_planner.errors import PlannerInputError, nearest
-from agens_planner.shapes import ModelShapes, TensorSpec
+from agens_planner.shapes import TABLE_KINDS, ModelShapes, TensorSpec, classify, normalise
 
 CARD_NAME = "card.toml"
 
@@ -77,10 +77,15 @@ def _expand(families: list[dict[str, Any]], layer_sets: Mapping[str, list[int]])
         shape = tuple(family["shape"])
         if "layers" in family:
             for layer in layer_sets[family["layers"]]:
-                yield TensorSpec(family["name"].replace("{layer}", str(layer)), shape)
+                yield _spec(family["name"].replace("{layer}", str(layer)), shape)
         else:
             for i in range(family.get("repeat", 1)):
-                yield TensorSpec(family["name"].replace("{i}", str(i)), shape)
+                yield _spec(family["name"].replace("{i}", str(i)), shape)
+
+
+def _spec(name: str, shape: tuple[int, ...]) -> TensorSpec:
+    """Published checkpoints are bf16."""
+    return TensorSpec(name, shape, table_bytes=2 if classify(normalise(name)) in TABLE_KINDS else 0)
 
 
 def _packed(spec: TensorSpec, scheme: Mapping[str, Any]) -> TensorSpec:

@@ -20,7 +20,7 @@ from agens_planner.build import build_drafter, build_model, build_mtp
 from agens_planner.dims import Config
 from agens_planner.errors import PlannerInputError
 from agens_planner.headers import TensorHeader, read_folder
-from agens_planner.shapes import DrafterShapes, ModelShapes, MtpShapes, TensorSpec
+from agens_planner.shapes import TABLE_KINDS, DrafterShapes, ModelShapes, MtpShapes, TensorSpec, classify, normalise
 
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 MTP_FOLDERS = ("mtp", "drafters/mtp")
@@ -115,7 +115,9 @@ def _specs(
             if f"{base}.weight_packed" not in headers:
                 raise PlannerInputError(f"{headers[name].file}: {name} has no {base}.weight_packed beside it")
         else:
-            specs.append(TensorSpec(name, headers[name].shape))
+            table = classify(normalise(name)) in TABLE_KINDS
+            stored = headers[name].value_bytes if table else 0
+            specs.append(TensorSpec(name, headers[name].shape, table_bytes=stored))
     return specs, bits_known
 
 

@@ -35,6 +35,7 @@ WSL_PINNED_BYTES = 512 * MIB
 
 # --- 2. Decisions of the engine's kernels and buffers ---------------------------------------------------------------
 
+PAGE_TOKENS = 128  # positions of a page of sequence memory, rounded up to whole far blocks (agens_engine.memory.pages)
 VERIFY_ROWS = 8  # anchor + 7 drafts; the same number as agens_engine.core.NUM_VERIFY_ROWS
 PACK_TILE_ROWS = 128  # a packed weight tile is 128 rows × 256 columns; ragged tensors are padded to it
 PACK_TILE_COLUMNS = 256
@@ -43,7 +44,8 @@ SCALE_BYTES = 2
 KDA_TILE_TOKENS = 512  # the chunked KDA scan walks a prefill chunk in pieces of this many tokens
 KDA_BLOCK_TOKENS = 64  # block of the scan: one state is kept per block inside a piece
 SELECT_TILE_QUERIES = 64  # queries whose block scores are alive at the same time in prefill
-FAR_TILE_BYTES = 32 * MIB  # prefill streams a layer's far pool in two tiles of at most this size
+FAR_TILE_BYTES = 32 * MIB  # prefill stages selected blocks of a layer's far pool in two tiles of this size
+FAR_MASKED_FACTOR = 4  # up to so many times topk blocks prefill reads all; a tile holds them (attention.GATHER_FACTOR)
 UNPACK_TILE_BYTES = 64 * MIB  # prefill unpacks low-bit matrices in tiles of at most this size
 SPLIT_KV = 16  # partial results per row in verify attention
 SPLIT_K = 17  # partial sums per output in the down projection
@@ -57,6 +59,7 @@ VISION_TILE_PATCHES = 4096  # the vision tower runs its projections in row tiles
 REFERENCE_COPIES = 4
 REFERENCE_TILE_VALUES = 1 << 20
 REFERENCE_TILE_COPIES = 3
+REFERENCE_KEY_TILE_ROWS = 8192  # keys of a dense layer copied together from their pages (KEY_TILE_ROWS)
 # Its sampler holds 24 bytes per row and logit: scores and probabilities in fp32, their float64 copy and its running
 # sums. 16 of them are planned for every device, 8 more for each sequence here. Whole-row sorts and draft distributions
 # reach 36 bytes (measured), for one sequence at a time. tests/e2e/test_sampling_scratch.py holds it.

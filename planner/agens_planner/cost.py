@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agens_planner import constants as c
-from agens_planner.plan import Choice, MemoryLine, Roofline, StepForecast
+from agens_planner.plan import Choice, FarForecast, MemoryLine, Roofline, StepForecast
 from agens_planner.profile import Profile
 from agens_planner.sequence_lines import far_blocks
 from agens_planner.shapes import ModelShapes
@@ -86,30 +86,36 @@ def forecast_step(
     if dims.bcsa_layers:
         window = min(dims.window + c.VERIFY_ROWS, context)
         reads["kv.window"] = n * dims.bcsa_layers * window * dims.kv_width * element
-    bus = _far_reads(shapes, choice, context, element, reads)
+    hit_rate = c.HOT_HIT_RATE if profile.hot_hit_percent is None else profile.hot_hit_percent / 100
+    selected, missed = _far_reads(shapes, choice, context, element, hit_rate, reads)
+    bus = missed
     if "logits.verify" in sizes:
         reads["logits.verify"] = 2 * sizes["logits.verify"]
     rows = n * c.VERIFY_ROWS * (1 + (1 if drafter else 0))
     bus += rows * dims.hidden * element
     bus += n * c.VERIFY_ROWS * dims.engram_layers * dims.engram_orders * dims.engram_dim * element
     total = sum(reads.values())
-    return StepForecast(context, total, bus, total - draft, dict(sorted(reads.items())))
+    far = FarForecast(selected, missed, hit_rate, "assumed" if profile.hot_hit_percent is None else "profile")
+    return StepForecast(context, total, bus, total - draft, dict(sorted(reads.items())), far)
 
 
-def _far_reads(shapes: ModelShapes, choice: Choice, context: int, element: int, reads: dict[str, int]) -> int:
-    """Add the far blocks read on the device to `reads`; return the bytes of those that cross the bus."""
+def _far_reads(
+    shapes: ModelShapes, choice: Choice, context: int, element: int, hit_rate: float, reads: dict[str, int]
+) -> tuple[int, int]:
+    """Add the far blocks read on the device to `reads`; return the bytes that host layers select, and that miss."""
     dims = shapes.dims
     union = min(c.FAR_UNION_BLOCKS, far_blocks(dims, context)) * choice.sequences
     if not union:
-        return 0
+        return 0, 0
     block = dims.kv_width * (1 if choice.fp8_far else element)
     if choice.far_resident_layers:
         reads["far.resident"] = choice.far_resident_layers * union * block
     hosted = dims.bcsa_layers - choice.far_resident_layers
-    missed = int(hosted * union * block * (1 - c.HOT_HIT_RATE))
+    selected = hosted * union * block
+    missed = round(selected * (1 - hit_rate))
     if hosted:
-        reads["far.hot_cache"] = hosted * union * block - missed
-    return missed
+        reads["far.hot_cache"] = selected - missed
+    return selected, missed
 
 
 def roofline(step: StepForecast, choice: Choice, peak_bytes: int, *, drafter: bool) -> dict[str, Roofline]:
@@ -122,6 +128,7 @@ def roofline(step: StepForecast, choice: Choice, peak_bytes: int, *, drafter: bo
         plain = step.target_bytes / gpu.read_bytes_per_second + bus
         result[gpu.name] = Roofline(
             step_seconds=seconds,
+            bus_seconds=bus,
             tokens_per_second=choice.sequences * per_step / seconds,
             tokens_per_step=per_step,
             plain_tokens_per_second=choice.sequences / plain,

@@ -30,6 +30,10 @@ class TensorHeader:
     shape: tuple[int, ...]
     file: str
 
+    @property
+    def value_bytes(self) -> int:
+        return _DTYPE_BYTES[self.dtype]
+
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
     """The tensors of one file.

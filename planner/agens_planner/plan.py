@@ -57,6 +57,19 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class FarForecast:
+    """What host layers of the far pool cost a verify step: bytes selected, and those the hot cache does not hold.
+
+    hit_source   "assumed" (constants.HOT_HIT_RATE), or "profile": somebody measured it (hot_hit_percent)
+    """
+
+    selected_bytes: int = 0
+    missed_bytes: int = 0
+    hit_rate: float = 0.0
+    hit_source: str = "assumed"
+
+
+@dataclass(frozen=True)
 class StepForecast:
     """Bytes one verify step moves. lines: device line (or `host.*` for the bus) -> bytes."""
 
@@ -65,6 +78,7 @@ class StepForecast:
     bus_bytes: int
     target_bytes: int
     lines: Mapping[str, int]
+    far: FarForecast = FarForecast()
 
 
 @dataclass(frozen=True)
@@ -72,10 +86,16 @@ class Roofline:
     """What a GPU's measured memory bandwidth allows for the forecast step."""
 
     step_seconds: float
+    bus_seconds: float
     tokens_per_second: float
     tokens_per_step: float
     plain_tokens_per_second: float
     has_memory: bool
+
+    @property
+    def bus_share(self) -> float:
+        """Part of the step that the bus takes."""
+        return self.bus_seconds / self.step_seconds
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,8 @@ class MemoryPlan:
     step: StepForecast
     step_short: StepForecast
     roofline: Mapping[str, Roofline]
+    map_tables: bool = False  # embedding and Engram tables are read from the mapped checkpoint
+    hot_cache_blocks: int = 0  # far blocks cached per host layer and sequence, at most its pool
     mtp_window_tokens: int = 0  # positions the MTP head sees; its context line holds them
 
     @property
@@ -170,6 +192,8 @@ class MemoryPlan:
             "roofline": {
                 gpu: {
                     "step_seconds": r.step_seconds,
+                    "bus_seconds": r.bus_seconds,
+                    "bus_share": r.bus_share,
                     "tokens_per_second": r.tokens_per_second,
                     "tokens_per_step": r.tokens_per_step,
                     "plain_tokens_per_second": r.plain_tokens_per_second,
@@ -202,5 +226,11 @@ def _step_json(step: StepForecast) -> dict[str, Any]:
         "target_bytes_read": step.target_bytes,
         "draft_bytes_read": step.bytes_read - step.target_bytes,
         "at_context_tokens": step.at_context,
+        "far_pool": {
+            "selected_bytes": step.far.selected_bytes,
+            "missed_bytes": step.far.missed_bytes,
+            "hit_rate": step.far.hit_rate,
+            "hit_rate_source": step.far.hit_source,
+        },
         "lines": dict(step.lines),
     }

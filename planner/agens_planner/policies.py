@@ -10,6 +10,7 @@ from agens_planner.plan import Choice, MemoryLine, Policy
 from agens_planner.profile import Profile
 from agens_planner.shapes import Dims, ModelShapes
 from agens_planner.units import format_size
+from agens_planner.weight_lines import mapped_bytes
 
 
 def describe_policies(
@@ -46,6 +47,8 @@ def describe_policies(
     if parts.mtp:
         yield Policy("MTP linears", _bits(profile.mtp_bits, profile), "a draft never changes the output")
         yield Policy("MTP window", f"{profile.mtp_context_tokens:,} tokens", "any window is valid")
+    if mapped := mapped_bytes(shapes, profile):
+        yield Policy("embedding and Engram tables", "mapped from disk", f"set by the profile; {format_size(mapped)}")
     snapshots = next((x.bytes for x in lines if x.name == "host.snapshots"), 0)
     reduced = snapshots < profile.snapshot_bytes
     yield Policy("session store", format_size(snapshots), "what the host has left" if reduced else "set by the profile")
@@ -78,6 +81,11 @@ def plan_notes(
         yield (
             f"RLIMIT_MEMLOCK is {format_size(memlock)}; the CUDA driver pins past it, else lines fall "
             f"back to pageable at load"
+        )
+    if mapped := mapped_bytes(shapes, profile):
+        yield (
+            f"{format_size(mapped)} of tables are read from the checkpoint's files by row: keep it on a fast disk; "
+            "free host memory caches what is read often"
         )
     if demoted:
         reason = inventory.host.pinned_reason or "profile: pinned_bytes"

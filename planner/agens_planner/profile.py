@@ -72,6 +72,12 @@ class Profile:
     hot_cache_blocks: int = _key("int", 2048, "far blocks cached on the device per host layer and sequence", high=2**20)
     image_pixels_max: int = _key("int", 16_777_216, "largest image; larger ones are scaled down", low=1024, high=2**28)
 
+    hot_hit_percent: int | None = _key(
+        "int", None, "measured hits of the hot cache, for the forecast only", word="auto", high=100
+    )
+    tables: str = _key(
+        "choice", "ram", "embedding and Engram tables: in host memory, or mapped from disk", choices=("ram", "mmap")
+    )
     far_resident_layers: int | None = _key("int", None, "far pools kept on the device", word="auto", high=10_000)
     vision: str = _key("choice", "auto", "where the tower's weights live", choices=("auto", "resident", "staged"))
     fp8_far: str = _key("choice", "auto", "far pool and block keys in fp8", choices=("auto", "on", "off"))

@@ -42,12 +42,13 @@ def kv_rows(dims: Dims, profile: Profile, choice: Choice) -> Iterator[Row]:
     element, context = profile.element_bytes, choice.context_tokens
     n: Factor = (choice.sequences, "sequences")
     values: Factor = (dims.kv_width, "K and V values")
-    table = Formula.of(n, (-(-context // profile.page_tokens), "pages"), (2, "tables"), (4, "bytes"))
-    yield "kv.tables", DEVICE, table
+    count, tokens = pages_of(dims, context)
+    pages: Factor = (count, f"pages (context and verify rows, in pages of {tokens})")
+    yield "kv.tables", DEVICE, Formula.of(n, pages, (8, "bytes (int64)"))
     if dims.attn_layers:
-        positions: Factor = (context + c.VERIFY_ROWS, "positions (context + verify rows)")
+        positions: Factor = (tokens, "positions")
         size: Factor = _kv_size(choice.fp8_dense, element)
-        yield "kv.dense", DEVICE, Formula.of(n, (dims.attn_layers, "dense layers"), positions, values, size)
+        yield "kv.dense", DEVICE, Formula.of(n, (dims.attn_layers, "dense layers"), pages, positions, values, size)
     if not dims.bcsa_layers:
         return
     layers: Factor = (dims.bcsa_layers, "BCSA layers")
@@ -58,11 +59,18 @@ def kv_rows(dims: Dims, profile: Profile, choice: Choice) -> Iterator[Row]:
     ring_text: Factor = (ring, f"ring positions (window {dims.window:,} + {what} {written:,}, at most the context)")
     yield "kv.window", DEVICE, Formula.of(n, layers, ring_text, values, (element, "bytes"))
     far_size: Factor = _kv_size(choice.fp8_far, element)
-    keys: Factor = (-(-context // dims.compress), "blocks")
-    yield "kv.block_keys", DEVICE, Formula.of(n, layers, keys, (dims.index_dim, "values"), far_size)
+    keys: Factor = (tokens // dims.compress, "blocks")
+    yield "kv.block_keys", DEVICE, Formula.of(n, layers, pages, keys, (dims.index_dim, "values"), far_size)
     tail: Factor = (dims.compress + c.VERIFY_ROWS, "positions")
     yield "kv.index_tail", DEVICE, Formula.of(n, layers, tail, (dims.index_dim, "values"), (element, "bytes"))
     yield from _far_rows(dims, profile, choice, values, far_size)
+
+
+def pages_of(dims: Dims, context: int) -> tuple[int, int]:
+    """(pages of one sequence, positions of a page)."""
+    blocks = dims.compress if dims.bcsa_layers else 1
+    tokens = -(-c.PAGE_TOKENS // blocks) * blocks
+    return -(-(context + c.VERIFY_ROWS) // tokens), tokens
 
 
 def far_blocks(dims: Dims, context: int) -> int:
@@ -71,13 +79,14 @@ def far_blocks(dims: Dims, context: int) -> int:
 
 
 def _far_rows(dims: Dims, profile: Profile, choice: Choice, values: Factor, size: Factor) -> Iterator[Row]:
-    blocks = far_blocks(dims, choice.context_tokens)
     resident = choice.far_resident_layers
     hosted = dims.bcsa_layers - resident
-    if not blocks:
+    if not far_blocks(dims, choice.context_tokens):
         return
     n: Factor = (choice.sequences, "sequences")
-    blocks_text: Factor = (blocks, f"blocks ((context − window) / {dims.compress})")
+    pages, tokens = pages_of(dims, choice.context_tokens)
+    blocks = pages * (tokens // dims.compress)
+    blocks_text: Factor = (blocks, f"blocks (of {dims.compress} positions, whole pages)")
     if resident:
         yield "far.resident", DEVICE, Formula.of((resident, "resident layers"), n, blocks_text, values, size)
     if hosted:
@@ -87,9 +96,10 @@ def _far_rows(dims: Dims, profile: Profile, choice: Choice, values: Factor, size
             layers, n, hot, (c.HOT_TAG_BYTES, "bytes of tags")
         )
         yield "far.hot_cache", DEVICE, cache
-        pool = blocks * int(values[0]) * int(size[0])
-        tile: Factor = (min(c.FAR_TILE_BYTES, pool), "bytes (32 MiB, at most one layer's pool)")
-        yield "far.staging", DEVICE, Formula.of((2, "tiles"), tile)
+        row = int(values[0]) * int(size[0])
+        staged = min(max(c.FAR_TILE_BYTES // row, c.FAR_MASKED_FACTOR * dims.topk), blocks)
+        tile: Factor = (staged, "blocks (32 MiB, at most one layer's pool)")
+        yield "far.staging", DEVICE, Formula.of((2, "tiles"), tile, values, size)
         yield "host.far_pool", HOST_PINNED, Formula.of(layers, n, blocks_text, values, size)
 
 
@@ -156,6 +166,11 @@ def reference_scratch(dims: Dims, choice: Choice, base: Formula, rows: int) -> F
     scores = dims.heads * choice.context_tokens
     tile = max(min(c.REFERENCE_TILE_VALUES, rows * scores), scores) if dims.softmax_layers else 0
     unfused = Formula.of((base.value, "bytes of fused work space"), (c.REFERENCE_COPIES, "copies (unfused)"))
+    if dims.softmax_layers:
+        keys = min(choice.context_tokens + c.VERIFY_ROWS, c.REFERENCE_KEY_TILE_ROWS)
+        far = c.VERIFY_ROWS * dims.topk if dims.bcsa_layers else 0
+        read: Factor = (max(keys, far), "rows of K and V read from their pages")
+        unfused += Formula.of(read, (dims.kv_width, "values"), (4, "bytes (fp32)"))
     return unfused + Formula.of((tile, "scores of a tile"), (c.REFERENCE_TILE_COPIES, "copies"), (4, "bytes (fp32)"))
 
 

@@ -34,6 +34,7 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("kda", r"model\.layers\.\d+\.linear_attn\."),
     )
 )
+TABLE_KINDS = ("embedding", "engram_table")  # gathered by row from the host
 TEXT_KINDS = ("mlp", "attention", "kda", "indexer", "engram", "mhc", "small")
 
 
@@ -42,6 +43,7 @@ class TensorSpec:
     """One logical tensor. bits None: stored unquantised; else bits per weight, with one scale per `group` columns.
 
     packed_bytes   its size in the device layout when its codes were looked at; 0: follows from the other fields
+    table_bytes    bytes per value of a host table, which stays as it is stored; 0: not one, or not known
     """
 
     name: str
@@ -50,6 +52,7 @@ class TensorSpec:
     group: int = 0
     zero_points: bool = False
     packed_bytes: int = 0
+    table_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class WeightGroup:
     group: int = 0
     zero_points: bool = False
     packed_bytes: int = 0  # of one tensor, see TensorSpec
+    table_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -218,12 +222,14 @@ def classify(name: str) -> str | None:
 
 def group_specs(specs: Iterable[tuple[str, TensorSpec]]) -> tuple[WeightGroup, ...]:
     """Equal (kind, shape, storage) counted together, in an order that does not depend on the input's."""
-    counts = Counter((kind, s.shape, s.bits, s.group, s.zero_points, s.packed_bytes) for kind, s in specs)
+    counts = Counter(
+        (kind, s.shape, s.bits, s.group, s.zero_points, s.packed_bytes, s.table_bytes) for kind, s in specs
+    )
     keys = sorted(counts, key=lambda k: (k[0], k[1], k[2] or 0, *k[3:]))
     return tuple(
-        WeightGroup(kind, shape, counts[key], bits, group, zero, packed)
+        WeightGroup(kind, shape, counts[key], bits, group, zero, packed, table)
         for key in keys
-        for kind, shape, bits, group, zero, packed in [key]
+        for kind, shape, bits, group, zero, packed, table in [key]
     )
 
 
@@ -232,9 +238,12 @@ def with_packed(shapes: ModelShapes, packed: Iterable[TensorSpec] = ()) -> Model
     specs = [(str(classify(s.name)), s) for s in packed]
     taken = Counter((kind, s.shape) for kind, s in specs)
     totals: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    tables = tuple(group for group in shapes.groups if group.table_bytes)
     for group in shapes.groups:
-        totals[group.kind, group.shape] += group.count
+        if not group.table_bytes:
+            totals[group.kind, group.shape] += group.count
     rest = tuple(WeightGroup(*key, count - taken[key]) for key, count in sorted(totals.items()) if count > taken[key])
+    rest += tables
     return replace(
         shapes,
         groups=rest + group_specs(specs),

@@ -27,6 +27,7 @@ from agens_planner.policies import describe_policies, plan_notes, whole_blocks
 from agens_planner.profile import Profile
 from agens_planner.shapes import ModelShapes
 from agens_planner.units import format_size
+from agens_planner.weight_lines import mapped_bytes
 
 MAX_SEQUENCES = 4096
 SHORT_CONTEXT = 4096
@@ -289,6 +290,8 @@ class _Search:
             step=step,
             step_short=short,
             roofline=roofline(step, choice, peak, drafter=self.options.drafter),
+            map_tables=mapped_bytes(shapes, profile) > 0,
+            hot_cache_blocks=profile.hot_cache_blocks,
             mtp_window_tokens=min(choice.context_tokens, profile.mtp_context_tokens),
         )
 

@@ -17,7 +17,7 @@ from agens_planner.formula import Factor, Formula
 from agens_planner.lines import DEVICE, HOST_PINNED, weight_line
 from agens_planner.plan import MemoryLine
 from agens_planner.profile import Profile
-from agens_planner.shapes import TEXT_KINDS, DrafterShapes, ModelShapes, MtpShapes, WeightGroup
+from agens_planner.shapes import TABLE_KINDS, TEXT_KINDS, DrafterShapes, ModelShapes, MtpShapes, WeightGroup
 
 
 def weight_lines(shapes: ModelShapes, profile: Profile, *, drafter: bool, mtp: bool) -> list[MemoryLine]:
@@ -47,9 +47,10 @@ def weight_lines(shapes: ModelShapes, profile: Profile, *, drafter: bool, mtp: b
         )
     if mtp and shapes.mtp:
         lines.append(MemoryLine.make("mtp.weights", DEVICE, _drafted(shapes.mtp, profile.mtp_bits, element)))
-    lines.append(MemoryLine.make("host.embedding", HOST_PINNED, _sum(shapes.kind("embedding"), element)))
-    if tables := shapes.kind("engram_table"):
-        lines.append(MemoryLine.make("host.engram_tables", HOST_PINNED, _sum(tables, element)))
+    for name, kind in (("host.embedding", "embedding"), ("host.engram_tables", "engram_table")):
+        tables = [g for g in shapes.kind(kind) if profile.tables == "ram" or not g.table_bytes]
+        if tables:
+            lines.append(MemoryLine.make(name, HOST_PINNED, _sum(tables, element)))
     if drafter and shapes.drafter and shapes.drafter.codebooks:
         lines.append(MemoryLine.make("host.codebooks", HOST_PINNED, _sum(shapes.drafter.codebooks, element)))
     return lines
@@ -123,8 +124,15 @@ def _drafted(part: DrafterShapes | MtpShapes, bits: int, element: int) -> Formul
 def _sum(groups: Iterable[WeightGroup], element: int) -> Formula:
     formula = Formula()
     for group in groups:
-        formula += group_formula(group, None, element)
+        formula += group_formula(group, None, group.table_bytes or element)
     return formula
+
+
+def mapped_bytes(shapes: ModelShapes, profile: Profile) -> int:
+    """Bytes of the tables that are read from the mapped checkpoint and stand in no line."""
+    if profile.tables == "ram":
+        return 0
+    return sum(g.parameters * g.table_bytes for g in shapes.kind(*TABLE_KINDS))
 
 
 def _count(group: WeightGroup) -> Factor:

@@ -28,13 +28,13 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / part) for part in ("", "kernels", "quant", "planner")]
 
-from agens_engine.memory.kv import KvView  # noqa: E402
+from agens_engine.memory.kv import WindowView  # noqa: E402
 from agens_engine.model.batch import Group  # noqa: E402
 from agens_engine.model.bcsa import BcsaAttention  # noqa: E402
 from agens_engine.model.config import ModelConfig, parse_config  # noqa: E402
 from agens_engine.model.volundr import Volundr  # noqa: E402
 from agens_kernels.ref import attention  # noqa: E402
-from agens_kernels.ref.attention import visible_far_blocks  # noqa: E402
+from agens_kernels.ref.attention import TensorFar, visible_far_blocks  # noqa: E402
 
 LENGTH_STEP = 16  # rows are padded to a multiple of the KDA chunk
 MUON_LR, MUON_DECAY = 0.02, 0.05
@@ -149,8 +149,9 @@ class IndexerTeacher:
         # the selection is hard, so no other loss reaches the indexer; its own must not bend the layer's input
         attention.index = lambda h: index(h.detach())  # type: ignore[method-assign]
 
-        def teach(unit: Group, q: torch.Tensor, index_query: torch.Tensor, view: KvView) -> None:
-            assert view.far_k is not None and view.block_keys is not None
+        def teach(unit: Group, q: torch.Tensor, index_query: torch.Tensor, view: WindowView) -> None:
+            assert isinstance(view.far, TensorFar)
+            far_k, block_keys = view.far.far_k, view.far.block_keys
             first = bcsa.window + bcsa.compress - 1
             count = visible_far_blocks(unit.length - 1, bcsa.window, bcsa.compress)
             if count < 2:
@@ -159,11 +160,11 @@ class IndexerTeacher:
             last = torch.arange(1, count + 1) * bcsa.compress - 1
             hidden = last > position[:, None] - bcsa.window
             with torch.no_grad():
-                heads = q.shape[2] // view.far_k.shape[2]
-                keys = view.far_k[:, :count].repeat_interleave(heads, 2)
+                heads = q.shape[2] // far_k.shape[2]
+                keys = far_k[:, :count].repeat_interleave(heads, 2)
                 far = torch.einsum("bthd,bnhd->bhtn", q[:, first:], keys) * q.shape[-1] ** -0.5
                 target = far.masked_fill(hidden, float("-inf")).softmax(-1).mean(1)
-            scores = index_query[:, first:] @ view.block_keys[:, :count].transpose(-1, -2)
+            scores = index_query[:, first:] @ block_keys[:, :count].transpose(-1, -2)
             log_probs = scores.masked_fill(hidden, -1e4).log_softmax(-1)
             self.losses.append(-(target * log_probs).sum(-1).mean())
 

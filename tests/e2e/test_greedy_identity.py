@@ -15,6 +15,7 @@ import pytest
 from agens_engine.bench import load_suite
 from agens_engine.commands.model import load_model, one_chat
 from agens_engine.core import Request, SamplingParams, StepEvent
+from agens_engine.engine import Engine
 from agens_engine.server.host import LoadedModel, ModelHost
 from agens_engine.settings import Settings
 from agens_engine.speculate.build import SOURCE_NAMES
@@ -36,7 +37,8 @@ def nano() -> Iterator[LoadedModel]:
     host = ModelHost(settings)
     host.attach(engine, text)
     yield host.require()
-    engine.shutdown()
+    engine.shutdown(0.0)
+    assert isinstance(engine, Engine)
     engine.check()
 
 
@@ -77,6 +79,7 @@ def plain(nano: LoadedModel) -> list[list[int]]:
 
 
 def test_nano_brings_every_source(nano: LoadedModel):
+    assert isinstance(nano.engine, Engine)
     assert {s.name for s in nano.engine.filler.sources} == set(SOURCE_NAMES)
 
 

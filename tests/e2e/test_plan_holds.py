@@ -14,7 +14,7 @@ from agens_engine.model.batch import StepBatch
 from agens_engine.model.loading import load_model
 from agens_engine.model.volundr import Volundr
 from agens_engine.model_files import resolve_model
-from agens_engine.planning import plan_run
+from agens_engine.planning import PlanRequest, build_question, make_plan, plan_run
 from agens_engine.settings import Settings
 from tests.memorykit import peak_bytes
 from tests.modelkit import CPU
@@ -55,8 +55,36 @@ def test_a_full_session_stays_inside_every_line() -> None:
     counted, planned, cap = (report[name] or 0 for name in ("counted_peak_bytes", "planned_bytes", "cap_bytes"))
     assert 0 < counted <= planned <= cap
     held = {name: use for name, use in engine.arena.lines.items() if name.startswith(("weights.", "kv.", "state.k"))}
-    unclaimed = {"kv.tables"}  # contiguous storage needs no page tables yet
-    assert all(use.used_bytes == use.planned_bytes for name, use in held.items() if name not in unclaimed), held
+    assert all(use.used_bytes == use.planned_bytes for use in held.values()), held
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("context", [64, 128, 512, 2100])
+@pytest.mark.parametrize(("resident", "hot"), [(0, 0), (0, 7), (1, 100_000), (2, 5), (None, 64)])
+def test_sequence_memory_is_exactly_what_its_lines_say(
+    nano: Volundr, resident: int | None, hot: int, context: int, sequences: int
+) -> None:
+    """Pages, rings, far pools, hot caches and staging, for every split of resident and host layers."""
+    request = PlanRequest(
+        profile="cpu",
+        context=str(context),
+        sequences=str(sequences),
+        settings=(f"far_resident_layers={'auto' if resident is None else resident}", f"hot_cache_blocks={hot}"),
+    )
+    plan = make_plan(build_question(request, environ={}))
+    arena = Arena.of_plan(plan, CPU)
+    StatePool(
+        nano.state_shapes(),
+        sequences,
+        arena.claim,
+        context_tokens=context,
+        chunk_tokens=plan.choice.chunk_tokens,
+        far_resident_layers=plan.choice.far_resident_layers,
+        hot_cache_blocks=plan.hot_cache_blocks,
+    )
+    ours = {n: use for n, use in arena.lines.items() if n.startswith(("kv.", "far.", "host.far", "state.k", "state.c"))}
+    assert all(use.used_bytes == use.planned_bytes for name, use in ours.items() if name != "kv.tables"), ours
+    assert ("host.far_pool" in ours) == (context > 128 and resident in (0, 1))
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,7 @@ def run(c: dict[str, torch.Tensor], first: int = 0, poison: bool = True) -> torc
         c["v"][:, start:],
         first=first,
         key_start=start,
-        far_k=pooled(c["k"]),
-        far_v=pooled(c["v"]),
-        block_keys=pooled(c["ik"]),
+        far=ref.TensorFar(pooled(c["k"]), pooled(c["v"]), pooled(c["ik"])),
         index_query=c["iq"][:, first:],
         window=WINDOW,
         compress=COMPRESS,
@@ -74,9 +72,7 @@ def run(c: dict[str, torch.Tensor], first: int = 0, poison: bool = True) -> torc
 @pytest.mark.parametrize("length", [1, 8, 9, 10, 11, 31, 90])
 @pytest.mark.parametrize("tile", [1, 5000, 1 << 24])
 @pytest.mark.parametrize("gather", [0, 4, 1000])
-def test_equals_the_definition(
-    length: int, tile: int, gather: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equals_the_definition(length: int, tile: int, gather: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ref, "TILE_ELEMENTS", tile)
     monkeypatch.setattr(ref, "GATHER_FACTOR", gather)
     c = case(length)
@@ -90,21 +86,6 @@ def test_a_later_segment_sees_the_same() -> None:
         assert torch.allclose(run(c, first)[0].double(), expected[first:], atol=1e-5), first
 
 
-@pytest.mark.parametrize(
-    ("position", "blocks"),
-    [(0, 0), (4095, 0), (4096, 0), (4098, 0), (4099, 1), (4102, 1), (4103, 2), (8191, 1024), (100000, 23976)],
-)
-def test_visible_far_blocks_of_the_specification(position: int, blocks: int) -> None:
-    assert ref.visible_far_blocks(position, 4096, 4) == blocks
-
-
-def test_equal_scores_take_the_lowest_block() -> None:
-    chosen = ref.select_blocks(
-        torch.zeros(1, 1, 4), torch.ones(1, 9, 4), torch.tensor([40]), window=8, compress=2, topk=3
-    )
-    assert chosen[0, 0].nonzero()[:, 0].tolist() == [0, 1, 2]
-
-
 def test_causal_attention_tiles() -> None:
     c = case(50)
     whole = ref.causal_attention(c["q"], c["k"], c["v"], first=0)
@@ -114,6 +95,20 @@ def test_causal_attention_tiles() -> None:
         c["q"].transpose(1, 2), c["k"].transpose(1, 2), c["v"].transpose(1, 2), is_causal=True, enable_gqa=True
     ).transpose(1, 2)
     assert torch.allclose(whole, reference, atol=1e-5)
+
+
+def test_causal_attention_reads_keys_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = case(50)
+    whole = ref.causal_attention(c["q"], c["k"], c["v"], first=0)
+    asked: list[int] = []
+
+    def read(a: int, z: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(z - a)
+        return c["k"][:, a:z], c["v"][:, a:z]
+
+    monkeypatch.setattr(ref, "KEY_TILE_ROWS", 7)
+    assert torch.allclose(ref.causal_attention_over(c["q"], read, first=0), whole, atol=1e-6)
+    assert max(asked) == 7
 
 
 def test_rope_frequencies_of_the_specification() -> None:

@@ -147,7 +147,8 @@ def pairs(world: World, params: SamplingParams, num_rounds: int, lie: str = "") 
         samplers = [SequenceSampler(replace(params, seed=i), PROMPT, MASK) for i in range(start, start + AT_ONCE)]
         rounds = [Round(str(i), params, s.stream) for i, s in enumerate(samplers)]
         chains = [_lied(chain, lie) for chain in world.chains(rounds)]
-        items, last_tokens = [], []
+        items: list[VerifyItem] = []
+        last_tokens: list[int] = []
         for sampler, chain in zip(samplers, chains, strict=True):
             items.append(VerifyItem(sampler, chain, len(last_tokens)))
             last_tokens += [PROMPT[-1], *chain.token_ids]

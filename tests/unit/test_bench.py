@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 
 import pytest
 
@@ -17,7 +18,7 @@ CASES = [{"messages": [{"role": "user", "content": str(n)}]} for n in range(3)]
 class Scripted:
     """Answers of 12 tokens: plain in 12 steps of 0.1 s, with drafts in 4 steps of 0.15 s."""
 
-    def __init__(self, wrong: set[str] = frozenset()) -> None:
+    def __init__(self, wrong: Collection[str] = ()) -> None:
         self.calls: list[tuple[str, bool]] = []
         self.wrong = wrong
         self.proposed = [5] * 7

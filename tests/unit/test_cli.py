@@ -188,3 +188,16 @@ def test_help_is_quick_and_imports_no_heavy_room() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     for command in ("serve", "chat", "generate", "plan", "logits", "doctor", "pull", "quantize", "evaluate", "bench"):
         assert f"\n  {command} " in done.stdout
+
+
+def test_serve_flags_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+    logs: list[tuple[str, str]] = []
+    monkeypatch.setattr("agens_engine.server.app.serve", lambda settings, load: seen.append(settings))
+    monkeypatch.setattr("agens_engine.cli.log_to_stderr", lambda level, log_format: logs.append((level, log_format)))
+    flags = "--cors-origin http://a:1 --cors-origin https://b --request-timeout 5 --drain 1.5 --log-format json"
+    assert main(["serve", *flags.split(), "--reasoning-budget", "64", "--no-repetition-guard"]) == 0
+    (settings,) = seen
+    assert settings.cors_origins == {"http://a:1", "https://b"} and settings.request_timeout_seconds == 5
+    assert settings.drain_seconds == 1.5 and settings.reasoning_budget == 64 and not settings.repetition_guard
+    assert logs == [("info", "json")] and settings.host == "127.0.0.1"

@@ -26,7 +26,7 @@ OURS = frozenset(SOURCE_DIRS)
 # Rooms that each room of agens_engine may import directly. core and errors are open to all, a room to itself.
 _TOP = {
     "settings", "model_files", "text", "engine", "step", "scheduler", "sequence", "speculate", "sampling", "model",
-    "memory", "planning", "probe", "layerwise", "engine_build", "evaluation", "quantize", "bench",
+    "sessions", "memory", "planning", "probe", "layerwise", "engine_build", "evaluation", "quantize", "bench",
 }  # fmt: skip
 _PACKED = {"agens_kernels", "agens_quant", "agens_planner"}
 ALLOWED: dict[str, set[str]] = {
@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "speculate": {"sampling", "model", "memory", "agens_kernels"},
     "sequence": {"speculate", "sampling", "model", "memory"},
     "scheduler": {"sequence", "speculate", "sampling", "model", "memory"},
+    "sessions": {"sequence", "speculate", "sampling", "model", "memory"},
     "step": {"scheduler", "sequence", "speculate", "sampling", "model", "memory"},
     "text": {"settings"},
     "layerwise": {"model", "memory", "agens_kernels"},  # one layer in memory at a time

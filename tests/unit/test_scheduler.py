@@ -7,7 +7,7 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agens_engine.scheduler import Scheduler
+from agens_engine.scheduler import MAX_OVERTAKEN, Scheduler
 from agens_engine.sequence import LiveSequence
 
 
@@ -62,6 +62,78 @@ def test_short_prompts_share_one_step() -> None:
     for name in "abc":
         add(scheduler, name, 5)
     assert step(scheduler) == [("a", 5), ("b", 5), ("c", 5)]
+
+
+def test_k3_short_prompts_get_through_a_crowd_of_long_ones() -> None:
+    """Fifteen long prefills, then a short prompt: two steps, and the long ones take turns meanwhile."""
+    scheduler = Scheduler(17, 16)
+    for i in range(15):
+        add(scheduler, f"long{i}", 1000)
+    seen: list[list[tuple[str, int]]] = [step(scheduler) for _ in range(31)]
+    assert {name for names in seen for name, _ in names} == {f"long{i}" for i in range(15)}
+    add(scheduler, "short", 4)
+    assert ("short", 4) in step(scheduler) + step(scheduler)
+
+
+def test_k3_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    """More short prompts than there is budget for, for ever: each of 8 prompts still gets a chunk in 16 steps."""
+    scheduler = Scheduler(8, 16)
+    long = add(scheduler, "long", 320)
+    for i in range(16 * 20):
+        add(scheduler, f"short{i}", 16)
+        for sequence in [s for s in scheduler.running if s.prefill_left == 0]:
+            scheduler.remove(sequence)
+        step(scheduler)
+    assert long.prefill_left == 0
+
+
+def test_a_resumed_session_goes_on_to_the_next_whole_chunk() -> None:
+    scheduler = Scheduler(2, 16)
+    resumed = add(scheduler, "resumed", 60)
+    resumed.done = 21
+    assert [step(scheduler) for _ in range(3)] == [[("resumed", 11)], [("resumed", 16)], [("resumed", 12)]]
+
+
+def by_pages(max_running: int, num_pages: int) -> Scheduler:
+    return Scheduler(max_running, 16, num_pages=num_pages, pages_of=lambda sequence: -(-sequence.prompt_len // 10))
+
+
+def running(scheduler: Scheduler) -> list[str]:
+    scheduler.admit()
+    return [cast(Any, sequence).name for sequence in scheduler.running]
+
+
+def test_k4_admission_counts_pages_not_heads() -> None:
+    scheduler = by_pages(8, 4)
+    sequences = [add(scheduler, f"s{i}", 20) for i in range(8)]
+    assert running(scheduler) == ["s0", "s1"] and scheduler.pages_promised == 4
+    scheduler.remove(sequences[0])
+    assert running(scheduler) == ["s1", "s2"]
+
+
+def test_k4_a_large_request_is_overtaken_but_not_for_ever() -> None:
+    scheduler = by_pages(8, 4)
+    add(scheduler, "stays", 10)
+    add(scheduler, "large", 40)
+    for i in range(MAX_OVERTAKEN + 5):
+        sequence = add(scheduler, f"small{i}", 10)
+        names = running(scheduler)
+        assert (f"small{i}" in names) == (i < MAX_OVERTAKEN)
+        if i < MAX_OVERTAKEN:
+            scheduler.remove(sequence)
+    scheduler.remove(scheduler.running[0])
+    assert running(scheduler) == ["large"]
+    scheduler.remove(scheduler.running[0])
+    assert running(scheduler) == [f"small{MAX_OVERTAKEN + i}" for i in range(4)]
+
+
+def test_a_request_larger_than_the_memory_does_not_block_the_queue() -> None:
+    scheduler = by_pages(8, 4)
+    large = add(scheduler, "large", 1000)
+    assert running(scheduler) == ["large"]  # its own failure ends it
+    scheduler.remove(large)
+    add(scheduler, "next", 10)
+    assert running(scheduler) == ["next"]
 
 
 def test_no_more_run_than_seats_and_the_rest_wait_in_order() -> None:

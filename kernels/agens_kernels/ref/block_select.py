@@ -54,7 +54,7 @@ def select_blocks(
     tile = SELECT_TILE_BLOCKS * max(1, SELECT_TILE_QUERIES // max(8, queries))
     with torch.no_grad():
         for base in range(0, num, tile):
-            block_keys = keys(base, min(num, base + tile)).transpose(-1, -2)
+            block_keys = keys(base, min(num, base + tile)).transpose(-1, -2).contiguous()
             for start in range(0, length, queries):
                 rows = slice(start, start + queries)
                 scores = index_query[:, rows] @ block_keys
@@ -85,9 +85,7 @@ def _merge(
     return _lowest_of_equals(torch.cat((best, scores), -1), torch.cat((chosen, at + base), -1), count)
 
 
-def _lowest_of_equals(
-    scores: torch.Tensor, numbers: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _lowest_of_equals(scores: torch.Tensor, numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` best of scores [..., n] whose block numbers ascend, in that order; scores of -inf are never taken."""
     threshold = scores.topk(count, -1).values[..., -1:]
     above = scores > threshold

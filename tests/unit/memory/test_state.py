@@ -38,12 +38,12 @@ def fingerprint(state: SequenceState) -> list[torch.Tensor]:
         cache = state.kv[layer]
         assert isinstance(cache, WindowKv)
         blocks = visible_far_blocks(n, shapes.window, shapes.compress)
-        parts += [buffer.read(n - shapes.window, n) for buffer in (cache._k, cache._v)]
-        parts += [storage[:blocks] for storage in (cache._far_k, cache._far_v, cache._block_keys)]
+        parts += [buffer.read(n - shapes.window, n) for buffer in (cache.k, cache.v)]
+        parts += [*cache.far.first(blocks), cache.far.keys(0, blocks)]
     for layer in shapes.dense_layers:
         dense = state.kv[layer]
         assert isinstance(dense, DenseKv)
-        parts += [dense.k[:n], dense.v[:n]]
+        parts += [dense.k.read(0, n), dense.v.read(0, n)]
     return [part.clone() for part in parts]
 
 

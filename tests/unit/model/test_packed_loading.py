@@ -194,7 +194,7 @@ def test_the_table_names_kinds_formats_and_bytes(folder: Path, caplog: pytest.Lo
     lines = [r.getMessage() for r in caplog.records]
     assert lines[0].split() == ["weights", "tensors", "in", "the", "file", "in", "memory"]
     assert any(re.match(r"mlp +\d+ +int4 g128 .*int4 g128 +\d", line) for line in lines), lines
-    assert any(re.match(r"embedding +1 +bf16 +[\d.]+ KiB +float32 ", line) for line in lines), lines
+    assert any(re.match(r"embedding +1 +bf16 +[\d.]+ KiB +bfloat16 ", line) for line in lines), lines
     with open_checkpoint(folder) as checkpoint:
         assert sum(int(line.split()[1]) for line in lines[1:]) == len(checkpoint.tensors)
     assert {"weights.mlp.w2", "weights.mlp.w3", "weights.mlp.w4", "weights.small.fp32"} <= claims.bytes.keys()

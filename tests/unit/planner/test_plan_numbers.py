@@ -67,14 +67,15 @@ def test_lines_agree_with_the_published_sizes(shapes: ModelShapes, profile16: Pr
     assert size["state.kda"] == 169_869_312
     assert size["state.conv"] == 3_317_760
     assert size["state.records"] == 54 * 8 * (10_240 * 2 + 6_144 * 4 + 48 * 4)
-    assert size["kv.dense"] == (FULL + 8) * 4_096
-    assert size["kv.block_keys"] == FULL * 1_088
+    paged = (FULL + 8 + 127) // 128 * 128  # positions of whole pages
+    assert size["kv.dense"] == paged * 4_096
+    assert size["kv.block_keys"] == paged * 1_088
     assert size["kv.window"] == 17 * (4_096 + found.choice.chunk_tokens) * 4_096
     assert size["drafter.context"] == (2_048 + 8 + 8 + 48) * 20_480
     assert size["host.embedding"] == 248_320 * 5_120 * 2
     assert size["host.engram_tables"] == 4_294_967_296
     assert size["host.codebooks"] == 2 * 248_320 * 256 * 2
-    blocks = (FULL - 4_096) // 4
+    blocks = paged // 4
     hosted = 17 - found.choice.far_resident_layers
     assert size["host.far_pool"] == hosted * blocks * 4_096
     # 27,367,833,600 core weights at 2.82 bits plus one fp16 scale per 128: 10.08 GB
@@ -121,3 +122,39 @@ def test_card_adds_up_to_the_published_totals(shapes: ModelShapes) -> None:
     assert sum(g.count for g in shapes.mtp.groups) == 15
     assert (shapes.dims.kda_layers, shapes.dims.bcsa_layers, shapes.dims.attn_layers) == (54, 17, 1)
     assert (shapes.dims.index_heads, shapes.dims.index_dim) == (4, 128)
+
+
+@pytest.mark.parametrize("parts", [{}, {"images": True}, {"mtp": True}, {"images": True, "mtp": True}])
+def test_the_bus_takes_at_most_a_twentieth_of_a_step_at_219k(
+    shapes: ModelShapes, profile16: Profile, parts: dict[str, bool]
+) -> None:
+    """PCIe 4.0 x16, the assumed hit rate of the hot cache; every host layer's selected blocks are counted."""
+    options = PlanOptions(context_tokens=219 * 1024, drafter=True, **parts)
+    found = plan(shapes, profile16, options=options)
+    far, hosted = found.step.far, 17 - found.choice.far_resident_layers
+    assert (far.hit_rate, far.hit_source) == (0.9, "assumed")
+    assert far.selected_bytes == hosted * 1000 * (2_048 if found.choice.fp8_far else 4_096)
+    assert far.missed_bytes == pytest.approx(far.selected_bytes / 10, abs=1)
+    assert found.step.bus_bytes > far.missed_bytes
+    card = found.roofline["RTX 4080 SUPER"]
+    assert card.bus_seconds == found.step.bus_bytes / 24.7e9
+    assert 0 < card.bus_share <= 0.05
+    shown = found.to_json()
+    assert shown["roofline"]["RTX 4080 SUPER"]["bus_share"] == card.bus_share
+    assert shown["step"]["far_pool"] == {
+        "selected_bytes": far.selected_bytes,
+        "missed_bytes": far.missed_bytes,
+        "hit_rate": 0.9,
+        "hit_rate_source": "assumed",
+    }
+
+
+def test_a_measured_hit_rate_replaces_the_assumed_one(shapes: ModelShapes, profile16: Profile) -> None:
+    """Without any hit the same step is well over the twentieth, so the figure above can fail."""
+    worst = profile16.replace(hot_hit_percent=0, far_resident_layers=0)
+    found = plan(shapes, worst, options=PlanOptions(context_tokens=219 * 1024))
+    assert found.step.far.missed_bytes == found.step.far.selected_bytes == 17 * 1000 * 4_096
+    assert found.step.far.hit_source == "profile"
+    assert found.roofline["RTX 4080 SUPER"].bus_share > 0.05
+    best = plan(shapes, worst.replace(hot_hit_percent=100), options=PlanOptions(context_tokens=219 * 1024))
+    assert best.step.far.missed_bytes == 0 and best.step.bytes_read > found.step.bytes_read

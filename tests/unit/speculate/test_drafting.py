@@ -235,6 +235,9 @@ def test_the_policy_shortens_and_skips_sources() -> None:
         def end(self, seq):
             self.calls.append("end")
 
+        def summary(self):
+            return {}
+
     policy, b = Policy(), Source("b", (2,) * 7, reads=Reads(hidden=True))
     f = SlotFiller([Source("a", (1, 1)), b, Source("c", (3,) * 7)], VOCAB, policy)
     f.begin(Seq())
@@ -254,6 +257,15 @@ def test_a_source_prepares_for_every_slot_although_it_may_fill_only_the_last() -
 
         def limits(self, seq, sources, num_slots):
             return {"head": 5, "block": 2}
+
+        def observe(self, seq, result, seconds, step):
+            """Nothing is learned."""
+
+        def end(self, seq):
+            """Nothing is kept."""
+
+        def summary(self):
+            return {}
 
     class Block(Source):
         prepared: list[int]

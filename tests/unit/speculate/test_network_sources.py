@@ -340,6 +340,9 @@ def test_the_chain_is_copy_then_mtp_then_dflash_and_each_goes_on_from_the_one_be
 
         def end(self, seq: Any) -> None: ...
 
+        def summary(self) -> dict[str, Any]:
+            return {}
+
     filler = SlotFiller(sources, 96, TwoCopies())
     filler.begin(seq)
     hidden, taps = torch.randn((9, 32), generator=gen), torch.randn((9, 96), generator=gen)
