@@ -8,6 +8,7 @@ import logging
 import re
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 from aiohttp import web
 
 from agens_engine.errors import UsageError
-from agens_engine.server import model_routes
+from agens_engine.server import model_routes, operations
 from agens_engine.server.anthropic_messages import count_tokens, prepare_message
 from agens_engine.server.auth import Handler, api_key_middleware
+from agens_engine.server.cors import add_cors, preflight_middleware
 from agens_engine.server.dialect import handler as dialect_handler
 from agens_engine.server.errors import anthropic_parts, error_parts, error_response
 from agens_engine.server.generation import EngineLike
@@ -26,11 +28,14 @@ from agens_engine.server.model_text import ModelText
 from agens_engine.server.openai_chat import prepare_chat
 from agens_engine.server.openai_completions import prepare_completion
 from agens_engine.server.openai_responses import prepare_response
+from agens_engine.server.web import page as web_page
 from agens_engine.settings import Settings
 
 log = logging.getLogger(__name__)
 
 _ANTHROPIC_PATH = "/v1/messages"
+_CLIENT_GONE = 499  # for log and metrics only: nobody is left to read a status
+_POLLED_ROUTES = frozenset({"/health", "/metrics", "/slots", "/props"})
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 # what handlers get, after the engine ended their generations, to write their last frames
 _LAST_FRAMES_SECONDS = 5.0
@@ -41,13 +46,20 @@ LoadModel = Callable[[], LoadResult]
 
 def make_app(host: ModelHost) -> web.Application:
     """The application over one model host; the host may still be loading."""
+    settings = host.settings
     app = web.Application(
-        client_max_size=host.settings.max_body_bytes,
-        middlewares=[_errors_and_ids, api_key_middleware(host.settings.api_key)],
+        client_max_size=settings.max_body_bytes,
+        middlewares=[
+            _errors_and_ids,
+            preflight_middleware(settings.cors_origins),
+            api_key_middleware(settings.api_key),
+        ],
     )
     app[HOST] = host
+    add_cors(app, settings.cors_origins)
     app.add_routes(
         [
+            web.get("/", web_page),
             web.post("/v1/chat/completions", dialect_handler(prepare_chat)),
             web.post("/v1/completions", dialect_handler(prepare_completion)),
             web.post("/v1/responses", dialect_handler(prepare_response)),
@@ -57,8 +69,12 @@ def make_app(host: ModelHost) -> web.Application:
             web.get("/v1/models/{name:.+}", model_routes.get_model),
             web.post("/tokenize", model_routes.tokenize),
             web.post("/detokenize", model_routes.detokenize),
-            web.get("/health", model_routes.health),
-            web.get("/props", model_routes.props),
+            web.post("/apply-template", model_routes.apply_template),
+            web.get("/health", operations.health),
+            web.get("/props", operations.props),
+            web.get("/slots", operations.slots),
+            web.get("/metrics", operations.metrics),
+            web.get("/openapi.json", operations.openapi),
         ]
     )
     return app
@@ -66,23 +82,54 @@ def make_app(host: ModelHost) -> web.Application:
 
 @web.middleware
 async def _errors_and_ids(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request an id (the client's own, if it is sane) and turn whatever is raised into error JSON."""
+    """Give the request an id (the client's own, if it is sane), turn whatever is raised into error JSON, count and log
+    the outcome."""
     given = request.headers.get("x-request-id", "")
     request_id = given if _CLIENT_ID.fullmatch(given) else uuid.uuid4().hex
     request[REQUEST_ID] = request_id
+    begun = time.perf_counter()
+    problem = ""
     try:
         response = await handler(request)
+        if not response.prepared:
+            response.headers.setdefault("x-request-id", request_id)
     except asyncio.CancelledError:
-        log.info("%s %s %s: the client went away", request_id, request.method, request.path)
+        _note(request, _CLIENT_GONE, begun, "the client went away")
         raise
     except Exception as error:
         parts = anthropic_parts if request.path.startswith(_ANTHROPIC_PATH) else error_parts
         status, body = parts(error)
-        log.info("%s %s %s: %d %s", request_id, request.method, request.path, status, body["error"]["message"])
-        return error_response(error, status, body, request_id)
-    if not response.prepared:
-        response.headers.setdefault("x-request-id", request_id)
+        problem = body["error"]["message"]
+        response = error_response(error, status, body, request_id)
+    _note(request, response.status, begun, problem)
     return response
+
+
+def _note(request: web.Request, status: int, begun: float, problem: str) -> None:
+    """One log line and one count for each request; polling routes are logged at debug level."""
+    resource = request.match_info.route.resource
+    route = resource.canonical if resource is not None else "unmatched"
+    request.app[HOST].metrics.count_request(route, status)
+    seconds = time.perf_counter() - begun
+    level = logging.DEBUG if route in _POLLED_ROUTES and status < 400 else logging.INFO
+    fields = {
+        "request_id": request[REQUEST_ID],
+        "method": request.method,
+        "route": route,
+        "status": status,
+        "seconds": round(seconds, 4),
+    }
+    log.log(
+        level,
+        "%s %s %s: %d in %.3f s%s",
+        request[REQUEST_ID],
+        request.method,
+        request.rel_url.raw_path,  # still encoded: a path cannot forge a log line
+        status,
+        seconds,
+        f", {' '.join(problem.split())}" if problem else "",
+        extra=fields,
+    )
 
 
 def serve(settings: Settings, load: LoadModel) -> None:
@@ -121,7 +168,7 @@ async def _serve(settings: Settings, load: LoadModel) -> None:
         if await _load(host, load, stopping):
             log.info("ready: http://%s:%d/v1", settings.host, port)
             await stopping.wait()
-        await site.stop()
+        # the port stays open meanwhile: who comes now is told 503, and /health says why
         await _drain(host, settings.drain_seconds)
     finally:
         await runner.cleanup()

@@ -1,6 +1,6 @@
 """The API key: `Authorization: Bearer KEY` or `x-api-key: KEY`, compared in constant time.
 
-/health stays open for supervisors.
+/health stays open for supervisors, and the web page, which asks for the key and sends it itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aiohttp import web
 from agens_engine.server.errors import AuthenticationError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/", "/health"})
 
 
 def api_key_middleware(api_key: str | None) -> Any:

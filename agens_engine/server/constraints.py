@@ -95,7 +95,9 @@ def _response_format(fields: Fields) -> AnswerFormat | None:
         return AnswerFormat("json", schema or {"type": "object"}, entry.name("schema" if schema else "type"))
     if kind != "json_schema":
         raise wrong(entry.name("type"), "text, json_object or json_schema", kind)
-    inner = Fields(entry.object("json_schema") or {}, entry.name("json_schema"))
+    # Responses and Messages write the schema beside the type; a chat request that does so means the same
+    nested = "schema" not in raw or raw.get("json_schema") is not None
+    inner = Fields(entry.object("json_schema") or {}, entry.name("json_schema")) if nested else entry
     schema = inner.object("schema")
     if schema is None:
         raise RequestError(f"{inner.name('schema')} is missing; give the JSON schema", param=inner.name("schema"))

@@ -19,7 +19,7 @@ from agens_engine.core import StepEvent
 from agens_engine.errors import RequestError
 from agens_engine.server.answer import ChoiceAnswer
 from agens_engine.server.auth import Handler
-from agens_engine.server.errors import error_parts
+from agens_engine.server.errors import BodyTimeoutError, error_parts
 from agens_engine.server.fields import Fields, parse_body
 from agens_engine.server.generation import EventStream
 from agens_engine.server.host import HOST, REQUEST_ID, LoadedModel
@@ -29,6 +29,10 @@ from agens_engine.server.usage import Usage, count_usage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_BODY_SECONDS = 120.0  # for a whole body; a client that sends a byte now and then must not hold a connection for ever
+_SMALL_BYTES = 32_768  # half of what a connection buffers before a write waits
+_WRITE_SECONDS = 60.0  # a reader that takes nothing for so long has left, whatever its connection says
 
 
 class Reply(ABC):
@@ -71,7 +75,13 @@ class Reply(ABC):
 async def read_request(request: web.Request, read: Callable[[Fields, LoadedModel], T]) -> T:
     """What `read` makes of the body; it runs on a thread, because rendering a long conversation takes a while."""
     model = request.app[HOST].require()
-    body = await request.read()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            body = await request.read()
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"the request body did not arrive within {_BODY_SECONDS:g} seconds; send it again", code="body_timeout"
+        ) from None
 
     def work() -> T:
         try:
@@ -115,14 +125,14 @@ async def _stream(request: web.Request, stream: EventStream, reply: Reply) -> we
     try:
         await response.prepare(request)
         await response.write(reply.first_frames())
-        await response.write(await _write_events(response, stream, reply))
+        await response.write(await _write_events(request, response, stream, reply))
         await response.write_eof()
     except ConnectionError:
         log.info("%s: the client went away during the stream", request[REQUEST_ID])
     return response
 
 
-async def _write_events(response: web.StreamResponse, stream: EventStream, reply: Reply) -> bytes:
+async def _write_events(request: web.Request, response: web.StreamResponse, stream: EventStream, reply: Reply) -> bytes:
     """Write frames as events come; returns the closing frames."""
     try:
         async for item in stream.events(reply.job.model.keep_alive_seconds):
@@ -132,9 +142,22 @@ async def _write_events(response: web.StreamResponse, stream: EventStream, reply
                 reply.note(*item)
                 frames = reply.event_frames(*item)
             if frames:
-                await response.write(frames)
+                await _write(request, response, frames)
         return reply.last_frames()
     except ConnectionError:
         raise
     except Exception as error:
         return reply.error_frames(error)
+
+
+async def _write(request: web.Request, response: web.StreamResponse, frames: bytes) -> None:
+    """Raises ConnectionError for a client that is gone, or that has stopped reading."""
+    transport = request.transport
+    if transport is not None and transport.get_write_buffer_size() == 0 and len(frames) < _SMALL_BYTES:
+        await response.write(frames)  # everything before was read, so this cannot block: no timer needed
+        return
+    try:
+        async with asyncio.timeout(_WRITE_SECONDS):
+            await response.write(frames)
+    except TimeoutError:
+        raise ConnectionError(f"the client read nothing for {_WRITE_SECONDS:g} seconds") from None

@@ -20,9 +20,11 @@ _TYPE_OF_STATUS = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 
@@ -32,6 +34,7 @@ _ANTHROPIC_TYPE_OF_STATUS = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -51,14 +54,24 @@ class GenerationFailedError(AgensError):
     http_status = 500
 
 
+class BodyTimeoutError(RequestError):
+    """The client took too long to send its body."""
+
+    http_status = 408
+
+
+class RequestTimeoutError(AgensError):
+    """The answer took longer than request_timeout_seconds; what was generated is gone, the seat is free."""
+
+    http_status = 504
+
+
 def error_parts(error: BaseException) -> tuple[int, dict[str, Any]]:
     """HTTP status and JSON body for any exception; unexpected ones are logged here and keep their details private."""
     if isinstance(error, RequestError):
         return error.http_status, _body(error.http_status, str(error), error.param, error.code or _code_of(error))
-    if isinstance(error, EngineStoppedError):
-        return error.http_status, _body(error.http_status, str(error), None, "engine_stopped")
-    if isinstance(error, GenerationFailedError):
-        return error.http_status, _body(error.http_status, str(error), None, "generation_failed")
+    if isinstance(error, AgensError) and (status := getattr(error, "http_status", None)) is not None:
+        return status, _body(status, str(error), None, _CODES.get(type(error)))
     if isinstance(error, web.HTTPException):
         return error.status, _body(error.status, _http_message(error), None, _HTTP_CODES.get(error.status))
     log.error("internal error while serving a request", exc_info=error)
@@ -92,6 +105,11 @@ def error_response(error: BaseException, status: int, body: dict[str, Any], requ
     return response
 
 
+_CODES: dict[type[AgensError], str] = {
+    EngineStoppedError: "engine_stopped",
+    GenerationFailedError: "generation_failed",
+    RequestTimeoutError: "request_timeout",
+}
 _HTTP_CODES = {404: "unknown_url", 405: "method_not_allowed", 413: "request_too_large"}
 
 

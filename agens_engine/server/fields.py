@@ -17,11 +17,16 @@ log = logging.getLogger(__name__)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """A request body as a JSON object; raises RequestError for anything JSON itself forbids (NaN literals, too)."""
+    """A request body as a JSON object, every string of it encodable.
+
+    raises   RequestError for anything JSON itself forbids (NaN literals, too)
+    """
     if not body.strip():
         raise RequestError("the request body is empty; send a JSON object", code="invalid_json")
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
+        if b"\\ud" in body or b"\\uD" in body:
+            value = _without_half_pairs(value)
     except RequestError:
         raise
     except RecursionError:
@@ -33,6 +38,12 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"the request body must be a JSON object, not {type_name(value)}", code="invalid_json")
     return value
+
+
+def _without_half_pairs(value: Any) -> Any:
+    """Half a surrogate pair, written as an escape, is no character and cannot be encoded: U+FFFD stands in for it."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _refuse_constant(literal: str) -> NoReturn:

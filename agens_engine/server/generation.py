@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol
 
 from agens_engine.core import FinishReason, Grammar, OutputWatch, ReasoningControl, Request, StepEvent
 from agens_engine.errors import ContextLengthError, EngineStoppedError
-from agens_engine.server.errors import GenerationFailedError, OverloadedError
+from agens_engine.server.errors import GenerationFailedError, OverloadedError, RequestTimeoutError
+from agens_engine.server.metrics import ServerMetrics
 from agens_engine.server.options import GenerationOptions
 
 log = logging.getLogger(__name__)
@@ -89,6 +91,27 @@ def make_choices(
     return choices
 
 
+@dataclass
+class Progress:
+    """How far one generation is, for /slots; written on the engine's thread."""
+
+    request: Request
+    submitted_at: float = field(default_factory=time.monotonic)
+    num_tokens: int = 0
+    ended: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """No word of the prompt or the answer. "waiting": no token yet, so queued or reading its prompt."""
+        return {
+            "id": self.request.request_id,
+            "state": "generating" if self.num_tokens else "waiting",
+            "prompt_tokens": len(self.request.prompt_ids),
+            "generated_tokens": self.num_tokens,
+            "max_tokens": self.request.max_tokens,
+            "seconds": round(time.monotonic() - self.submitted_at, 3),
+        }
+
+
 class EventStream:
     """The choices of one API request as one stream of (choice index, StepEvent).
 
@@ -96,16 +119,31 @@ class EventStream:
         async for item in stream.events(): ...
     """
 
-    def __init__(self, engine: EngineLike, requests: Sequence[Request], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        requests: Sequence[Request],
+        metrics: ServerMetrics,
+        on_close: Callable[[], None],
+        timeout_seconds: float = 0.0,
+    ) -> None:
         self._engine = engine
         self._requests = list(requests)
+        self._metrics = metrics
+        self._timeout_seconds = timeout_seconds  # 0: none
+        self._deadline: float | None = None
+        self.progress: list[Progress] = []
         self._running: set[int] = set()
-        self._queue: asyncio.Queue[tuple[int, StepEvent]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, StepEvent] | None] = asyncio.Queue()
+        self._heard_at = 0.0  # on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
         self._on_close = on_close
 
     async def __aenter__(self) -> EventStream:
         """Submit every choice; when the engine refuses one, the earlier ones are aborted and the error goes on."""
         loop = asyncio.get_running_loop()
+        self._deadline = loop.time() + self._timeout_seconds if self._timeout_seconds else None
+        self.progress = [Progress(request) for request in self._requests]
         try:
             for index, request in enumerate(self._requests):
                 self._engine.submit(request, self._callback(loop, index))
@@ -129,22 +167,51 @@ class EventStream:
         """Every event up to the last choice's last one; None each time nothing came for idle_seconds.
 
         raises   GenerationFailedError or the engine's own typed error when a choice failed, EngineStoppedError when
-                 the engine ended it; the other choices are aborted by leaving the block
+                 the engine ended it, RequestTimeoutError when the time is up; the other choices are aborted by leaving
+                 the block
         """
+        loop = asyncio.get_running_loop()
+        self._heard_at = loop.time()
+        self._arm(loop, idle_seconds)
         while self._running:
-            try:
-                async with asyncio.timeout(idle_seconds):
-                    index, event = await self._queue.get()
-            except TimeoutError:
-                yield None
-                continue
-            if event.finish_reason is not None:
-                self._running.discard(index)
-            _raise_if_failed(event)
-            yield index, event
+            item = await self._queue.get()
+            self._heard_at = loop.time()
+            if self._deadline is not None and self._heard_at >= self._deadline:
+                raise RequestTimeoutError(
+                    f"the answer took longer than the {self._timeout_seconds:g} seconds that this server allows "
+                    "(request_timeout_seconds); ask for fewer tokens"
+                )
+            if item is not None:
+                index, event = item
+                if event.finish_reason is not None:
+                    self._running.discard(index)
+                _raise_if_failed(event)
+            yield item
+
+    def _arm(self, loop: asyncio.AbstractEventLoop, idle_seconds: float | None) -> None:
+        """One timer for a whole stream, moved on when it fires: a timer for every event would cost more than its JSON.
+
+        It puts None into the queue when nothing was read for idle_seconds, and when the time is up.
+        """
+        ends = [] if self._deadline is None else [self._deadline]
+        if idle_seconds is not None:
+            ends.append(self._heard_at + idle_seconds)
+        if ends:
+            self._timer = loop.call_at(min(ends), self._tick, loop, idle_seconds)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop, idle_seconds: float | None) -> None:
+        late = self._deadline is not None and loop.time() >= self._deadline
+        if late or (idle_seconds is not None and loop.time() >= self._heard_at + idle_seconds):
+            self._queue.put_nowait(None)
+            self._heard_at = loop.time()
+        if not late:
+            self._arm(loop, idle_seconds)
 
     def _callback(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[StepEvent], None]:
+        progress = self.progress[index]
+
         def on_event(event: StepEvent) -> None:
+            self._count(progress, event)
             try:
                 loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
             except RuntimeError:  # the event loop has ended; nobody is left to read this
@@ -152,9 +219,19 @@ class EventStream:
 
         return on_event
 
+    def _count(self, progress: Progress, event: StepEvent) -> None:
+        """On the engine's thread: events of an abandoned request count as well."""
+        if event.token_ids and not progress.num_tokens:
+            self._metrics.first_token(time.monotonic() - progress.submitted_at)
+        progress.num_tokens += len(event.token_ids)
+        progress.ended = event.finish_reason is not None
+        self._metrics.step(event)
+
     def _close(self) -> None:
         self.abort()
         self._running.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         self._on_close()
 
 
@@ -171,8 +248,12 @@ def _raise_if_failed(event: StepEvent) -> None:
 class Generator:
     """Opens event streams on one engine and knows which are open: the bound of the queue, and the hard stop."""
 
-    def __init__(self, engine: EngineLike, max_waiting: int) -> None:
+    def __init__(
+        self, engine: EngineLike, max_waiting: int, metrics: ServerMetrics, timeout_seconds: float = 0.0
+    ) -> None:
         self.engine = engine
+        self._metrics = metrics
+        self._timeout_seconds = timeout_seconds
         self._limit = engine.max_sequences + max_waiting
         self._open: dict[EventStream, int] = {}
 
@@ -188,9 +269,13 @@ class Generator:
                 f"{taken} generations are running or waiting and the limit is {self._limit}; try again later",
                 code="queue_full",
             )
-        stream = EventStream(self.engine, requests, lambda: self._forget(stream))
+        stream = EventStream(self.engine, requests, self._metrics, lambda: self._forget(stream), self._timeout_seconds)
         self._open[stream] = len(requests)
         return stream
+
+    def slots(self) -> list[dict[str, Any]]:
+        """What every generation under way does, oldest first."""
+        return [progress.to_json() for stream in self._open for progress in stream.progress if not progress.ended]
 
     def abort_all(self) -> None:
         for stream in list(self._open):

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from agens_engine.errors import EngineStoppedError, NotFoundError
 from agens_engine.server.generation import EngineLike, Generator
+from agens_engine.server.metrics import ServerMetrics
 from agens_engine.server.options import SamplingDefaults
 from agens_engine.settings import Settings
 
@@ -63,17 +64,19 @@ class ModelHost:
     reason: str | None = None
     model: LoadedModel | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     def attach(self, engine: EngineLike, text: ModelText) -> None:
         """The model is loaded. When a stop was asked for meanwhile, the state stays at stopping."""
         self.model = LoadedModel(
             engine=engine,
             text=text,
-            generator=Generator(engine, self.settings.max_waiting),
+            generator=Generator(engine, self.settings.max_waiting, self.metrics, self.settings.request_timeout_seconds),
             defaults=sampling_defaults(self.settings, text.tokenizer.default_sampling),
             max_output_tokens=self.settings.max_output_tokens,
             keep_alive_seconds=self.settings.keep_alive_seconds,
         )
+        self.metrics.observe_engine(engine.stats)
         if self.state is HostState.LOADING:
             self.state = HostState.READY
 

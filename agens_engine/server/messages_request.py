@@ -227,5 +227,5 @@ def _output_config(fields: Fields) -> dict[str, Any]:
     if form is not None:
         found["response_format"] = {"type": form.get("type")}
         if form.get("type") == "json_schema":
-            found["response_format"]["json_schema"] = {"name": "answer", "schema": form.get("schema")}
+            found["response_format"]["schema"] = form.get("schema")
     return found

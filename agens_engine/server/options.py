@@ -73,7 +73,7 @@ def parse_options(fields: Fields, defaults: SamplingDefaults, logprobs: int | No
         n=fields.whole("n", low=1, high=MAX_CHOICES) or 1,
         max_tokens=_max_tokens(fields),
         stop=parse_stops(fields.get("stop"), param=fields.name("stop")),
-        stop_token_ids=frozenset(token_ids(fields.get("stop_token_ids") or [], fields.name("stop_token_ids"))),
+        stop_token_ids=frozenset(token_ids(fields.items("stop_token_ids") or [], fields.name("stop_token_ids"))),
         ignore_eos=fields.flag("ignore_eos") or False,
         speculation=fields.flag("speculation") is not False,
         draft_sources=_draft_sources(fields),

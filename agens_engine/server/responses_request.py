@@ -230,16 +230,15 @@ def _part(raw: Any, name: str) -> dict[str, Any]:
 
 def _thought(item: Fields) -> str:
     """The thought itself, else what was wrapped here for a client that keeps no thoughts, else a summary."""
-    thought = _parts(item, "content")
+    thought, summary = _parts(item, "content"), _parts(item, "summary")
+    wrapped = item.text("encrypted_content") or ""
     if isinstance(thought, str) and thought:
         return thought
-    wrapped = item.text("encrypted_content") or ""
     if wrapped.startswith(_WRAPPED_THOUGHT):
         try:
             return base64.b64decode(wrapped.removeprefix(_WRAPPED_THOUGHT), validate=True).decode()
         except (binascii.Error, UnicodeDecodeError):
             item.refuse("encrypted_content", f"{item.name('encrypted_content')} was changed on its way; leave it out")
-    summary = _parts(item, "summary")
     return summary if isinstance(summary, str) else ""
 
 
@@ -249,7 +248,7 @@ def _response_format(fields: Fields) -> dict[str, Any] | None:
         return None
     if raw.get("type") != "json_schema":
         return {"type": raw.get("type")}
-    return {"type": "json_schema", "json_schema": {key: value for key, value in raw.items() if key != "type"}}
+    return {"type": "json_schema", "schema": raw.get("schema"), "strict": raw.get("strict")}
 
 
 def _tool_choice(fields: Fields) -> Any:

@@ -1,7 +1,7 @@
 """Server-sent events as bytes: frames, the keep-alive comment, the end mark, the headers of a stream.
 
 A frame is `data: <one line of JSON>` and an empty line; a line that starts with a colon is a comment clients skip.
-json.dumps never writes a bare line break, so one frame is always one data line.
+The encoder never writes a bare line break, so one frame is always one data line.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would make one for each frame
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -22,4 +23,4 @@ HEADERS = {
 def frame(payload: dict[str, Any], event: str | None = None) -> bytes:
     """One event as bytes; `event` names it for dialects that use event names."""
     head = f"event: {event}\n" if event else ""
-    return f"{head}data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"{head}data: {_ENCODER.encode(payload)}\n\n".encode()

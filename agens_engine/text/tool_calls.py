@@ -9,11 +9,15 @@ because its JSON type can depend on all of it. The argument fragments of a call 
 object once the region is closed or `finish` was called, for any way of cutting the text, and non-streaming answers are
 the joined stream.
 
+A value that the schema wants as an object or a list is JSON, and a tag inside one of its strings is text: such a value
+ends at the first tag outside a string. Where that leaves no JSON, the first tag of all ends it, as everywhere else.
+
 A parameter given twice appears twice in that object; JSON readers take the last one, as the spec asks.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Callable
@@ -21,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from agens_engine.text.tool_schema import ToolSchemas, to_json, value_json
+from agens_engine.text.tool_schema import ToolSchemas, json_kinds, to_json, value_json
 
 _FUNCTION = "<function="
 _PARAMETER = "<parameter="
@@ -31,6 +35,7 @@ _OUTSIDE_RE = re.compile(re.escape(_FUNCTION))
 _INSIDE_RE = re.compile("|".join(map(re.escape, (_PARAMETER, _FUNCTION_END, _FUNCTION))))
 # The first of these ends a value, also when its own closing tag was forgotten.
 _VALUE_END_RE = re.compile("|".join(map(re.escape, (_PARAMETER_END, _PARAMETER, _FUNCTION_END))))
+_JSON_KINDS = frozenset({"object", "array", "null"})
 # A name ends at '>'; a newline before it means that the '>' was forgotten.
 _NAME_END_RE = re.compile(r"[>\n]")
 _LONGEST_TAG = max(map(len, (_FUNCTION, _PARAMETER, _FUNCTION_END, _PARAMETER_END)))
@@ -77,6 +82,7 @@ class ToolCallParser:
         self._name = ""
         self._key = ""
         self._num_parameters = 0
+        self._json: _JsonEnd | None = None  # set while a value that should be JSON is read
         self.num_calls = 0
         self.cut_off = False  # the last call was not finished by the model
 
@@ -123,17 +129,35 @@ class ToolCallParser:
                 return False
             self._key = taken[0].strip()
             self._state = _State.VALUE
+            self._json = _JsonEnd() if self._is_json() else None
             if taken[1] == "\n":  # the '>' was forgotten; the newline is the one before the value
                 self._buffer = "\n" + self._buffer
         else:
-            taken = self._take(_VALUE_END_RE, keep=True)
+            taken = self._take(_VALUE_END_RE, keep=True) if self._json is None else self._take_json(self._json)
             if taken is None:
                 return False
-            deltas.extend(self._parameter(taken[0]))
-            self._state = _State.INSIDE
-            if taken[1] != _PARAMETER_END:
-                deltas.extend(self._enter(taken[1]))
+            deltas.extend(self._end_value(*taken))
         return True
+
+    def _end_value(self, text: str, tag: str) -> list[CallDelta]:
+        deltas = self._parameter(text)
+        self._state = _State.INSIDE
+        return deltas if tag == _PARAMETER_END else [*deltas, *self._enter(tag)]
+
+    def _is_json(self) -> bool:
+        kinds = json_kinds(self._schemas.get(self._name, {}).get(self._key))
+        return _JSON_KINDS.issuperset(kinds)
+
+    def _take_json(self, end: _JsonEnd) -> tuple[str, str] | None:
+        """Like _take, for a value that should be JSON: tags inside its strings do not end it."""
+        found = end.find(self._buffer)
+        return None if found is None else self._cut(found)
+
+    def _cut(self, match: re.Match[str]) -> tuple[str, str]:
+        before = self._buffer[: match.start()]
+        self._buffer = self._buffer[match.end() :]
+        self._scanned = 0
+        return before, match.group()
 
     def _take(self, pattern: re.Pattern[str], *, keep: bool) -> tuple[str, str] | None:
         """Text before the next match, and the match; both leave the buffer. keep: text without a match stays in it."""
@@ -145,10 +169,7 @@ class ToolCallParser:
             else:
                 self._buffer = self._buffer[-_LONGEST_TAG + 1 :]
             return None
-        before = self._buffer[: match.start()]
-        self._buffer = self._buffer[match.end() :]
-        self._scanned = 0
-        return before, match.group()
+        return self._cut(match)
 
     def _enter(self, tag: str) -> list[CallDelta]:
         """A tag met between parameters."""
@@ -185,6 +206,10 @@ class ToolCallParser:
 
     def _close(self, *, value_is_complete: bool) -> list[CallDelta]:
         deltas: list[CallDelta] = []
+        # JSON whose string never ended: it was not JSON, so the first tag ends the value after all
+        while value_is_complete and self._state is _State.VALUE and self._json is not None and self._json.first:
+            deltas.extend(self._end_value(*self._cut(self._json.first)))
+            deltas.extend(self.feed(""))
         if self._state is _State.VALUE and value_is_complete:
             deltas.extend(self._parameter(self._buffer))
         if self._state in _OPEN_CALL:
@@ -193,6 +218,54 @@ class ToolCallParser:
         self._buffer = ""
         self._scanned = 0
         return deltas
+
+
+class _JsonEnd:
+    """Finds the tag that ends a JSON value in text that grows.
+
+    first   the first tag, inside a string or not
+    """
+
+    def __init__(self) -> None:
+        self.first: re.Match[str] | None = None
+        self._scanned = 0
+        self._in_string = False
+        self._at = 0  # characters before this index have been read as JSON
+
+    def find(self, text: str) -> re.Match[str] | None:
+        """The tag that ends the value, once it is certain; `text` begins with what was given before."""
+        while (match := _VALUE_END_RE.search(text, self._scanned)) is not None:
+            self._read(text, match.start())
+            self._scanned = match.end()
+            if self.first is None:
+                self.first = match
+            if not self._in_string:
+                return match if match is self.first or _is_json(text[: match.start()]) else self.first
+        self._scanned = max(self._scanned, len(text) - _LONGEST_TAG + 1)
+        return None
+
+    def _read(self, text: str, end: int) -> None:
+        """Follow the strings of the JSON up to `end`."""
+        while (quote := text.find('"', self._at, end)) != -1:
+            self._at = quote + 1
+            if not self._in_string or _backslashes_before(text, quote) % 2 == 0:
+                self._in_string = not self._in_string
+        self._at = max(self._at, end)
+
+
+def _backslashes_before(text: str, index: int) -> int:
+    start = index
+    while start and text[start - 1] == "\\":
+        start -= 1
+    return index - start
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def parse_calls(text: str, schemas: ToolSchemas, new_id: Callable[[], str] = new_call_id) -> list[dict[str, Any]]:

@@ -140,3 +140,21 @@ def test_tool_and_effort_fields_pass_through_the_whole_path(tiny_server: Server)
         assert joined(payloads, 0) == joined(payloads, 1) and joined(payloads, 0)["finish"] == "length"
 
     in_loop(go)
+
+
+def test_H11_counting_with_drafts_is_counting_without(nano_server: Server) -> None:
+    """Greedy, so token for token; the list repeats its form, which is what draft sources live on."""
+
+    async def go() -> None:
+        numbers = ", ".join(str(n) for n in range(1, 21))
+        body = {"messages": [{"role": "user", "content": f"Repeat: {numbers}"}], "temperature": 0, "max_tokens": 200}
+        async with aiohttp.ClientSession() as session:
+            url = f"{nano_server.url}/v1/chat/completions"
+            _, drafted = await post(session, url, body)
+            _, plain = await post(session, url, {**body, "speculation": False})
+        assert drafted["choices"][0]["message"] == plain["choices"][0]["message"]
+        assert drafted["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+        assert sum(source["accepted"] for source in drafted["timings"]["sources"].values()) > 0
+        assert plain["timings"]["sources"] == {}
+
+    in_loop(go)

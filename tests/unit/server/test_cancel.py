@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agens_engine.core import Request
-from agens_engine.errors import EngineStoppedError
+from agens_engine.errors import AgensError, EngineStoppedError, OutOfPages
 from tests.fake_engine import Steps
 from tests.serverkit import END, USER, chat, in_loop, joined, parse_sse, running, says, stream
 from tests.textkit import byte_tokens, load_kit
@@ -124,13 +124,17 @@ def test_engine_failure_is_500_or_an_error_event_and_stays_with_its_request() ->
     in_loop(go)
 
 
-def test_typed_engine_error_keeps_its_status() -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(EngineStoppedError("the engine has failed"), "engine_stopped"), (OutOfPages(3, 1, 8, 16), None)],
+)
+def test_typed_engine_error_keeps_its_status_and_words(error: AgensError, code: str | None) -> None:
     async def go() -> None:
         async with running(says(f"x{END}")) as (client, engine):
             engine.fail_token = load_kit()[0].id_of("<|agens_start|>")
-            engine.fail_with = EngineStoppedError("the engine has failed")
+            engine.fail_with = error
             status, body = await chat(client)
-            assert status == 503 and body["error"]["code"] == "engine_stopped"
+            assert status == 503 and body["error"]["code"] == code and body["error"]["message"] == str(error)
 
     in_loop(go)
 

@@ -91,6 +91,22 @@ def test_first_signal_lets_running_answers_finish(number: signal.Signals) -> Non
         assert process.stdout is not None and process.stdout.read() == "clean end\n"
 
 
+def test_who_comes_during_the_drain_is_told_503() -> None:
+    with server("word " * 60 + END) as (process, url, lines), open_stream(url, 10**5) as response:
+        first = response.readline()
+        process.send_signal(signal.SIGTERM)
+        while not any("stopping" in line for line in lines):
+            first += response.readline()
+        for ask in (lambda: open_stream(url, 5), lambda: urllib.request.urlopen(f"{url}/health", timeout=60)):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                ask()
+            with caught.value as refused:
+                assert refused.status == 503 and refused.headers["x-request-id"]
+        payloads, done, _ = parse_sse(first + response.read())
+        assert done and payloads[-1]["choices"][0]["finish_reason"] == "stop"
+        assert process.wait(60) == 0
+
+
 def test_drain_time_over_ends_what_still_runs() -> None:
     with server("a", drain=0.2) as (process, url, _), open_stream(url, 10**6) as response:
         first = response.readline()

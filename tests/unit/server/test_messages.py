@@ -354,6 +354,11 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"temperature": "warm"}, "temperature"),
     ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format.type"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"properties": {"a": {"type": "thing"}}}}}},
+        "output_config.format.schema.properties.a",
+    ),
 ]
 
 

@@ -329,6 +329,17 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "reasoning": 5}, "reasoning"),
     ({"input": "x", "reasoning": {"effort": 5}}, "reasoning.effort"),
     ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format.type"),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "schema": []}}}, "text.format.schema"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {}, "strict": 1}}}, "text.format.strict"),
+    (
+        {
+            "input": "x",
+            "text": {"format": {"type": "json_schema", "schema": {"properties": {"a": {"type": "thing"}}}}},
+        },
+        "text.format.schema.properties.a",
+    ),
+    ({"input": [{"type": "reasoning", "content": "x", "encrypted_content": 5}]}, "input[0].encrypted_content"),
     ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
     ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     ({"input": "x", "tool_choice": {"type": "function"}}, "tool_choice.name"),

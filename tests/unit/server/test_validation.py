@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -56,6 +57,8 @@ CHAT_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("stop_type", {"stop": [3]}, "stop"),
     ("stop_many", {"stop": ["x"] * 17}, "stop"),
     ("stop_ids", {"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ("stop_ids_type", {"stop_token_ids": ""}, "stop_token_ids"),
+    ("H4", {"prompt_logprobs": 1}, "prompt_logprobs"),
     ("bias_key", {"logit_bias": {"hello": 1}}, "logit_bias"),
     ("bias_value", {"logit_bias": {"5": "x"}}, "logit_bias.5"),
     ("bias_range", {"logit_bias": {"5": 101}}, "logit_bias"),
@@ -168,6 +171,7 @@ JSON_PATHS = [
     "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
+    "/apply-template",
 ]
 
 
@@ -183,6 +187,60 @@ def test_malformed_bodies_are_refused(path: str) -> None:
             assert engine.requests == []
 
     in_loop(go)
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,%%%", "data:undefined;base64,", "data:,", "http://x/y.png", ""])
+def test_I13_an_image_in_the_history_never_breaks_the_server(url: str) -> None:
+    """Without image input every image is refused by its place; the conversation goes on without it."""
+
+    async def go() -> None:
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+        async with running(says(f"x<|/think|>y{END}")) as (client, engine):
+            status, body = await chat(client, messages=[image, *USER])
+            assert status == 400 and body["error"]["param"] == "messages[0].content[0]"
+            assert engine.requests == []
+            assert (await chat(client))[0] == 200
+
+    in_loop(go)
+
+
+def test_half_a_surrogate_pair_is_a_replacement_character_everywhere() -> None:
+    async def go() -> None:
+        async with running(says(f"x<|/think|>y{END}")) as (client, _):
+            raw = rb'{"prompt": "a\ud83d b", "add_special_tokens": false}'
+            _, tokens = await post(client, "/tokenize", raw)
+            _, back = await post(client, "/detokenize", {"tokens": tokens["tokens"]})
+            assert back == {"prompt": "a\N{REPLACEMENT CHARACTER} b"}
+            _, fox = await post(client, "/tokenize", rb'{"prompt": "\ud83e\udd8a", "add_special_tokens": false}')
+            assert (await post(client, "/detokenize", {"tokens": fox["tokens"]}))[1] == {"prompt": "\N{FOX FACE}"}
+            regex = rb'{"messages": [{"role": "user", "content": "x"}], "guided_regex": "\ud83d"}'
+            assert (await post(client, "/v1/chat/completions", regex))[0] == 200
+
+    in_loop(go)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": USER}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": USER}),
+    ],
+)
+def test_unknown_fields_are_ignored_with_a_debug_line(
+    path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def go() -> None:
+        async with running(says(f"x<|/think|>y{END}")) as (client, _):
+            status, _ = await post(client, path, {**body, "frobnicate": "secret"})
+            assert status == 200
+
+    with caplog.at_level(logging.DEBUG, logger="agens_engine"):
+        in_loop(go)
+    lines = [record for record in caplog.records if "frobnicate" in record.getMessage()]
+    assert lines and all(record.levelno == logging.DEBUG for record in lines)
+    assert not any("secret" in record.getMessage() for record in caplog.records)
 
 
 def test_F1_F2_F3_F5_prompt_longer_than_the_context_is_400_before_any_stream() -> None:
