@@ -9,6 +9,7 @@ load      `clients` clients send `requests` chat requests each, one after the ot
           answers that are not right (status, finish reason, end of the stream), sequences and seats left behind, and
           resident memory between the end of the warm-up (a quarter of the load) and the end. Waiting time is the
           engine's queue_seconds; the spread over clients shows whether somebody is always last.
+          The session cache is off: it may fill its planned budget, and that growth would hide a leak.
 aborts    requests of all shapes (queued, in prefill, in decode; streamed and whole; one choice or two) lose their
           client: streams after 0 to 5 pieces, whole answers after up to 100 ms. Between the moment the engine is
           told and the sequence's last event at most one step may begin, which is the one that was about to.
@@ -353,7 +354,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="of each stream of the overhead")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    server = RunningServer(Settings.build({"model": args.model, "log_level": "warning"}))
+    server = RunningServer(Settings.build({"model": args.model, "log_level": "warning", "session_cache": False}))
     try:
         loaded = asyncio.run(load(server, args.clients, args.requests, args.max_tokens))
         aborted = asyncio.run(aborts(server, args.aborts, at_once=2 * server.engine.max_sequences))

@@ -181,18 +181,20 @@ def collect(lm: SmolLM, windows: list[list[int]], seed: int = 0) -> dict[str, St
     return {n: Statistics(hessian[n], fisher[n] / tokens, square[n] / square[n].mean()) for n in lm.linears}
 
 
-def reference_hidden(lm: SmolLM, windows: list[list[int]]) -> list[Tensor]:
+@torch.no_grad()
+def reference_logits(lm: SmolLM, windows: list[list[int]]) -> list[Tensor]:
+    """[T, V] of each window, 100 MB each: kept, since every candidate is compared with them."""
     lm.set_weights({})
-    return list(lm.hidden(windows))
+    return [lm.logits(h) for h in lm.hidden(windows)]
 
 
 @torch.no_grad()
 def compare(lm: SmolLM, weights: dict[str, Tensor], windows: list[list[int]], reference: list[Tensor]) -> Quality:
-    """KL(reference || candidate) per token, natural log; the head is shared, so only hidden states are kept."""
+    """KL(reference || candidate) per token, natural log; `reference` holds the logits of each window."""
     lm.set_weights(weights)
     meter = QualityMeter()
-    for ids, ours, theirs in zip(windows, lm.hidden(windows), reference, strict=True):
+    for ids, hidden, logits in zip(windows, lm.hidden(windows), reference, strict=True):
         for a in range(0, len(ids), 128):
             rows = slice(a, a + 128)
-            meter.add(lm.logits(theirs[rows]), lm.logits(ours[rows]), torch.tensor(ids[a + 1 : a + 129]))
+            meter.add(logits[rows], lm.logits(hidden[rows]), torch.tensor(ids[a + 1 : a + 129]))
     return meter.result()
