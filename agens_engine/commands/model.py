@@ -20,9 +20,9 @@ from agens_engine.settings import Settings
 def load_model(settings: Settings) -> tuple[EngineLike, ModelText]:
     """The text side first: it is quick, and a missing tokenizer should not cost a minute of loading weights."""
     text = ModelText.load(settings.model)
-    from agens_engine.engine import Engine
+    from agens_engine.startup import load_engine
 
-    return Engine.load(settings, unused_ids=text.unused_ids()), text
+    return load_engine(settings, unused_ids=text.unused_ids()), text
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from agens_engine.core import FinishReason, Request, SamplingParams
-from agens_engine.engine import Engine
 from agens_engine.errors import CheckpointError, PlanError, UsageError
 from agens_engine.memory.state import StatePool, unplanned
 from agens_engine.model.batch import StepBatch
@@ -18,6 +17,7 @@ from agens_engine.model.loading import load_model
 from agens_engine.model.packed_weights import survey_packed
 from agens_engine.planning import plan_run
 from agens_engine.settings import Settings
+from agens_engine.startup import load_engine
 from tests.memorykit import peak_bytes
 from tests.modelkit import CPU, write_checkpoint
 from tests.packedkit import edit_tensor, write_quantised
@@ -39,7 +39,7 @@ def settings(folder: Path, **flags: Any) -> Settings:
 
 def run(chosen: Settings) -> tuple[dict[str, list[int]], dict[str, tuple[int, int]]]:
     """Greedy answers, and (planned, claimed) bytes of the lines that hold weights."""
-    engine, inbox = Engine.load(chosen), Inbox()
+    engine, inbox = load_engine(chosen), Inbox()
     try:
         for name, prompt in PROMPTS.items():
             engine.submit(Request(name, prompt, GREEDY, max_tokens=12), inbox)
@@ -100,7 +100,7 @@ def test_looking_at_the_codes_is_left_out_when_it_decides_nothing(folder: Path) 
 def test_packed_is_refused_where_nothing_can_stay_packed(tmp_path: Path) -> None:
     plain = write_checkpoint(tmp_path / "plain")
     with pytest.raises(UsageError, match="--weights packed: .* has no quantised linears"):
-        Engine.load(settings(plain, weights="packed"))
+        load_engine(settings(plain, weights="packed"))
     with pytest.raises(UsageError, match="--weights must be one of auto, dequantise, packed"):
         settings(plain, weights="sometimes")
 
@@ -136,4 +136,4 @@ def test_a_damaged_checkpoint_is_named_before_it_is_loaded(folder: Path, tmp_pat
     edit_tensor(bad, part, lambda scale: scale * float("nan"))
     for weights in ("packed", "dequantise"):
         with pytest.raises(CheckpointError, match=r"model\.safetensors: quantised linear .*gate_proj\.weight: .*nan"):
-            Engine.load(settings(bad, weights=weights))
+            load_engine(settings(bad, weights=weights))

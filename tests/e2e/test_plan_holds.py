@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from agens_engine.core import FinishReason, Request, SamplingParams
-from agens_engine.engine import Engine
 from agens_engine.errors import PlanError, UsageError
 from agens_engine.memory.arena import Arena
 from agens_engine.memory.state import StatePool, unplanned
@@ -16,6 +15,7 @@ from agens_engine.model.volundr import Volundr
 from agens_engine.model_files import resolve_model
 from agens_engine.planning import PlanRequest, build_question, make_plan, plan_run
 from agens_engine.settings import Settings
+from agens_engine.startup import load_engine
 from tests.memorykit import peak_bytes
 from tests.modelkit import CPU
 from tests.unit.test_engine import Inbox
@@ -35,7 +35,7 @@ def nano() -> Volundr:
 
 def test_a_full_session_stays_inside_every_line() -> None:
     """Prefill to the limit, decode, abort, start again: each line is claimed exactly, none is passed."""
-    engine, inbox = Engine.load(settings(512, 2, 64)), Inbox()
+    engine, inbox = load_engine(settings(512, 2, 64)), Inbox()
     try:
         full = [3 + i % 200 for i in range(500)]
         engine.submit(Request("full", full, GREEDY, max_tokens=100), inbox)
@@ -130,7 +130,7 @@ def test_more_than_a_line_and_unknown_lines_are_refused() -> None:
 def test_a_cap_that_is_too_small_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENS_PLAN_CAP_BYTES", "16MiB")
     with pytest.raises(PlanError, match="does not fit"):
-        Engine.load(settings(512, 1, 64))
+        load_engine(settings(512, 1, 64))
 
 
 def test_the_cap_flag_reaches_the_plan() -> None:

@@ -28,6 +28,7 @@ from agens_engine.settings import Settings
 from agens_engine.speculate.build import SOURCE_NAMES, build_sources
 from agens_engine.speculate.drafting import MAX_DRAFTS
 from agens_engine.speculate.source import Ask, CommittedRows
+from agens_engine.startup import load_engine
 from tests.drafterkit import dflash2_raw, mtp_raw, random_dflash2, random_mtp, stored, write_folder
 from tests.e2e.test_plan_holds import peak_bytes
 from tests.modelkit import random_model, write_checkpoint
@@ -282,7 +283,7 @@ def settings(folder: Path, **flags: Any) -> Settings:
 
 @pytest.mark.parametrize(("context", "sequences"), [(128, 2), (300, 1), (64, 3)])
 def test_drafter_memory_is_what_the_plan_says(folder: Path, context: int, sequences: int) -> None:
-    engine, inbox = Engine.load(settings(folder, context_tokens=context, max_sequences=sequences)), Inbox()
+    engine, inbox = load_engine(settings(folder, context_tokens=context, max_sequences=sequences)), Inbox()
     try:
         assert [s.name for s in engine.filler.sources] == ["copy", "mtp", "dflash"]
         assert engine.arena is not None
@@ -354,7 +355,7 @@ def test_switches_decide_what_is_planned_and_loaded(folder: Path, tmp_path: Path
     assert lines(drafter="off") == {"mtp"}
     assert lines(speculation=False) == lines(draft_sources="copy") == set()
     moved = shutil.copytree(folder / "drafter", tmp_path / "elsewhere")
-    engine = Engine.load(settings(folder, mtp="off", drafter=str(moved)))
+    engine = load_engine(settings(folder, mtp="off", drafter=str(moved)))
     engine.shutdown()
     assert [s.name for s in engine.filler.sources] == ["copy", "dflash"]
 
@@ -365,7 +366,7 @@ def test_an_mtp_head_among_the_model_s_own_tensors_is_found(tmp_path: Path) -> N
     from safetensors.torch import load_file, save_file
 
     save_file({**load_file(made / "model.safetensors"), **head}, made / "model.safetensors")
-    engine = Engine.load(settings(made))
+    engine = load_engine(settings(made))
     engine.shutdown()
     assert [s.name for s in engine.filler.sources] == ["copy", "mtp"]
 
@@ -373,12 +374,12 @@ def test_an_mtp_head_among_the_model_s_own_tensors_is_found(tmp_path: Path) -> N
 def test_a_drafter_for_another_model_is_refused_with_both_numbers(folder: Path, tmp_path: Path) -> None:
     wide = write_folder(tmp_path / "wide", dflash2_raw(vocab_size=97), stored(random_dflash2()))
     with pytest.raises(CheckpointError, match=r"vocab_size is 97, the target model's is 96"):
-        Engine.load(settings(folder, drafter=str(wide)))
+        load_engine(settings(folder, drafter=str(wide)))
     other = write_folder(tmp_path / "head", mtp_raw(hidden_size=64), stored(random_mtp(), lambda name: "mtp." + name))
     with pytest.raises(CheckpointError, match=r"hidden_size is 64, the target model's is 32"):
-        Engine.load(settings(folder, mtp=str(other)))
+        load_engine(settings(folder, mtp=str(other)))
     with pytest.raises(CheckpointError, match="does not exist; check the path given with --drafter"):
-        Engine.load(settings(folder, drafter=str(tmp_path / "nowhere")))
+        load_engine(settings(folder, drafter=str(tmp_path / "nowhere")))
 
 
 def test_a_drafter_without_a_mask_token_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -386,7 +387,7 @@ def test_a_drafter_without_a_mask_token_is_refused(folder: Path, tmp_path: Path)
     del raw["dflash_config"]["mask_token_id"]
     nameless = write_folder(tmp_path / "nameless", raw, stored(random_dflash2()))
     with pytest.raises(ConfigError, match="no mask_token_id"):
-        Engine.load(settings(folder, drafter=str(nameless)))
+        load_engine(settings(folder, drafter=str(nameless)))
 
 
 def test_a_mask_token_given_as_text_is_looked_up_in_the_model_s_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -395,7 +396,7 @@ def test_a_mask_token_given_as_text_is_looked_up_in_the_model_s_tokenizer(folder
     raw["dflash_config"]["mask_token_id"] = "<|HOLE|>"
     write_folder(made / "drafter", raw, stored(random_dflash2()))
     (made / "tokenizer.json").write_text('{"added_tokens": [{"id": 95, "content": "<|HOLE|>"}]}')
-    engine = Engine.load(settings(made, mtp="off"))
+    engine = load_engine(settings(made, mtp="off"))
     engine.shutdown()
     drafter = engine.filler.sources[1]
     assert drafter.drafter.config.mask_token_id == 95  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ OURS = frozenset(SOURCE_DIRS)
 _TOP = {
     "settings", "model_files", "text", "engine", "step", "scheduler", "sequence", "speculate", "sampling", "model",
     "sessions", "memory", "planning", "probe", "layerwise", "engine_build", "evaluation", "quantize", "bench",
+    "startup",
 }  # fmt: skip
 _PACKED = {"agens_kernels", "agens_quant", "agens_planner"}
 ALLOWED: dict[str, set[str]] = {
@@ -50,7 +51,8 @@ ALLOWED: dict[str, set[str]] = {
     "bench": set(),
     "probe": {"agens_planner"},
     "planning": {"settings", "model_files", "probe", "agens_planner"},
-    "engine": (_TOP - {"engine", "text", "evaluation", "quantize", "bench"}) | _PACKED,
+    "engine": {"step", "scheduler", "sequence", "sessions", "speculate", "sampling", "model", "memory"},
+    "startup": {"engine", "sessions", "speculate", "model", "memory", "model_files", "planning", "settings"},
     "server": _TOP | _PACKED,
     "commands": _TOP | _PACKED | {"server"},
     "cli": _TOP | _PACKED | {"server", "commands"},

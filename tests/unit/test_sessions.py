@@ -19,6 +19,7 @@ from agens_engine.engine import Engine
 from agens_engine.memory.session_files import SessionFiles
 from agens_engine.model.volundr import Volundr
 from agens_engine.settings import Settings
+from agens_engine.startup import load_engine
 from tests.modelkit import random_model, write_checkpoint
 from tests.sessionkit import GREEDY, close, session_engine, turn
 from tests.unit.test_engine import Inbox, Oracle, prompt
@@ -306,7 +307,7 @@ def test_session_settings_reach_the_engine(tmp_path: Path, caplog: pytest.LogCap
         flags = {**base, "model": str(name), "session_cache": wish}
         with caplog.at_level(logging.WARNING):
             caplog.clear()
-            engine = Engine.load(Settings.build(flags, environ={}))
+            engine = load_engine(Settings.build(flags, environ={}))
             cached.append(turn(engine, ids, 2)[1].cached_tokens)
             engine.shutdown()
             engine.check()
