@@ -114,13 +114,13 @@ class Bench:
 def line(row: Row) -> str:
     label, bits, q = row
     return (
-        f"{label:<34}{bits:6.3f}{q.mean_kl:9.4f}{q.p99_kl:9.3f}{100 * q.top1_agreement:8.2f}{q.perplexity_ratio:10.4g}"
+        f"{label:<37}{bits:6.3f}{q.mean_kl:9.4f}{q.p99_kl:9.3f}{100 * q.top1_agreement:8.2f}{q.perplexity_ratio:10.4g}"
     )
 
 
 def table(rows: list[Row]) -> str:
     return "\n".join(
-        [f"{'method':<34}{'bits':>6}{'mean KL':>9}{'p99 KL':>9}{'top-1 %':>8}{'ppl x':>10}", *map(line, rows)]
+        [f"{'method':<37}{'bits':>6}{'mean KL':>9}{'p99 KL':>9}{'top-1 %':>8}{'ppl x':>10}", *map(line, rows)]
     )
 
 
