@@ -23,7 +23,6 @@ import torch
 from tokenizers import Tokenizer
 
 from agens_engine.model.volundr import Volundr
-from agens_kernels.ref import attention
 from scripts.nano.corpus import MIX, Mixer, make_document
 from scripts.nano.dataset import MAX_DOCUMENT_TOKENS, generated_flags, load_tokenizer
 from scripts.nano.generation import greedy_backend
@@ -171,7 +170,6 @@ def _some(rng: np.random.Generator, choices: np.ndarray, num: int) -> np.ndarray
 
 def make_folder(model: Volundr, out: Path, *, seed: int, split: str, num_tokens: int, mix: Mapping[str, float]) -> int:
     """Write one folder of at least num_tokens tokens; returns their number. The result follows from the arguments."""
-    attention.TILE_ELEMENTS, attention.GATHER_FACTOR = 1 << 24, 1 << 24  # rows are short: one tile, nothing gathered
     tokenizer, sampler, mixer = load_tokenizer(), Sampler(seed, split), Mixer(mix)
     drawn: list[Drawn] = []
     predicted: list[np.ndarray] = []

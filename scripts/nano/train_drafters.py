@@ -35,6 +35,7 @@ from agens_engine.model.drafter_ends import TargetEnds  # noqa: E402
 from agens_engine.model.mtp import MtpHead  # noqa: E402
 from agens_engine.model.mtp_config import parse_mtp_config  # noqa: E402
 from agens_engine.model.volundr import Volundr  # noqa: E402
+from agens_kernels.ref import attention  # noqa: E402
 from scripts.nano.drafter_data import DRAFTER_MIX, TAPS, Documents, make_folder  # noqa: E402
 from scripts.nano.drafter_losses import BlockTrainee, ChainTrainee, Trainee  # noqa: E402
 from scripts.nano.generation import load_volundr  # noqa: E402
@@ -316,6 +317,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.command == "data":
         target = load_volundr(args.model).requires_grad_(False)
+        # rows are short: one tile, nothing gathered; set here, for this process, and not by what tests import
+        attention.TILE_ELEMENTS, attention.GATHER_FACTOR = 1 << 24, 1 << 24
         made = make_folder(target, args.out, seed=args.seed, split=args.split, num_tokens=args.tokens, mix=DRAFTER_MIX)
         print(f"{made} tokens -> {args.out}")
     elif args.command == "export":
