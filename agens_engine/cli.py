@@ -39,7 +39,7 @@ _Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is 
 _TopP = Annotated[float | None, typer.Option("--top-p")]
 _TopK = Annotated[int | None, typer.Option("--top-k", help="0 is off")]
 _MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="limit of one answer")]
-_Effort = Annotated[str | None, typer.Option("--reasoning-effort", help="low, medium or xhigh")]
+_Effort = Annotated[str | None, typer.Option("--reasoning-effort", help="none, minimal, low, medium, high or xhigh")]
 _Thinking = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="think before answering [default: the template's]")
 ]

@@ -18,6 +18,7 @@ from agens_engine.errors import RequestError
 if TYPE_CHECKING:
     import numpy as np
 
+MAX_LOGIT_BIAS = 100.0  # of a request
 NUM_VERIFY_ROWS = 8  # anchor + 7 draft slots (spec drafters.md, D.1)
 
 
@@ -59,10 +60,10 @@ class SamplingParams:
         self._require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
         self._require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
         self._require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
-        self._require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "above 0 and at most 10")
+        self._require(0.01 <= self.repetition_penalty <= 10.0, "repetition_penalty", "between 0.01 and 10")
         self._require(self.logprobs is None or 0 <= self.logprobs <= 20, "top_logprobs", "between 0 and 20")
         for token_id, bias in self.logit_bias.items():
-            ok = isinstance(token_id, int) and token_id >= 0 and math.isfinite(bias) and -100.0 <= bias <= 100.0
+            ok = isinstance(token_id, int) and token_id >= 0 and abs(bias) <= MAX_LOGIT_BIAS
             self._require(ok, "logit_bias", "token ids mapped to numbers between -100 and 100")
 
     def _require(self, ok: bool, name: str, allowed: str) -> None:

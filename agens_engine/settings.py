@@ -70,7 +70,7 @@ class Settings:
     top_k: int | None = _setting("int", None, low=0)
     min_p: float | None = _setting("number", None, low=0.0, high=1.0)
     reasoning_budget: int | None = _setting("int", None)  # most tokens of a thought; 0 and below: off
-    reasoning_budget_soft_bias: float | None = _setting("number", None)
+    reasoning_budget_soft_bias: float | None = _setting("number", None, low=-100.0, high=100.0)
     repetition_guard: bool = _setting("switch", True)  # closes a thought that goes round in circles
 
     host: str = _setting("text", "127.0.0.1")

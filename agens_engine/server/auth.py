@@ -19,7 +19,7 @@ _OPEN_PATHS = frozenset({"/", "/health"})
 
 def api_key_middleware(api_key: str | None) -> Any:
     """An aiohttp middleware that asks for the key, or lets everything pass when there is none."""
-    expected = api_key.encode() if api_key else None
+    expected = api_key.strip().encode() if api_key else None  # a key file often ends with a line break
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

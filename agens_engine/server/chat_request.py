@@ -28,6 +28,8 @@ _CHAT_ONLY = frozenset(
     "messages tool_choice n logprobs top_logprobs stream_options response_format max_completion_tokens "
     "add_generation_prompt continue_final_message prompt text reasoning system thinking".split()
 )
+# Our own fields: a client may write them at the top level of any dialect, beside that dialect's own form.
+_SAME_EVERYWHERE = frozenset({"reasoning_budget", "reasoning_effort"})
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ def chat_fields(
 
     names   what the client calls the fields that were translated, for errors
     """
-    shared = {key: value for key, value in body.values.items() if key not in _CHAT_ONLY and key not in names}
     given = {key: value for key, value in values.items() if value is not None}
+    translated = given.keys() | (names.keys() - _SAME_EVERYWHERE)
+    shared = {key: value for key, value in body.values.items() if key not in _CHAT_ONLY and key not in translated}
     return TranslatedChat(Fields({**shared, **given}, names=names), message_names)
 
 
@@ -202,10 +205,11 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
     """chat_template_kwargs, passed through; the two known ones are also accepted at top level."""
     extra = fields.object("chat_template_kwargs") or {}
     inner = Fields(extra, fields.name("chat_template_kwargs"))
-    known = {
-        "reasoning_effort": _first(inner.text("reasoning_effort"), fields.text("reasoning_effort")),
-        "enable_thinking": _first(inner.flag("enable_thinking"), fields.flag("enable_thinking")),
-    }
+    effort = _first(inner.text("reasoning_effort"), fields.text("reasoning_effort"))
+    thinking = _first(inner.flag("enable_thinking"), fields.flag("enable_thinking"))
+    if effort == "none":  # OpenAI's words: no thinking at all, and as little as there is
+        effort, thinking = None, False
+    known = {"reasoning_effort": "low" if effort == "minimal" else effort, "enable_thinking": thinking}
     rest = {key: value for key, value in extra.items() if key not in known and value is not None}
     return rest | {key: value for key, value in known.items() if value is not None}
 

@@ -78,6 +78,8 @@ async def read_request(request: web.Request, read: Callable[[Fields, LoadedModel
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             body = await request.read()
+    except web.RequestPayloadError as error:
+        raise RequestError(f"the request body cannot be decoded: {error}", code="invalid_body") from None
     except TimeoutError:
         raise BodyTimeoutError(
             f"the request body did not arrive within {_BODY_SECONDS:g} seconds; send it again", code="body_timeout"

@@ -24,7 +24,8 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if not body.strip():
         raise RequestError("the request body is empty; send a JSON object", code="invalid_json")
     try:
-        value = json.loads(body, parse_constant=_refuse_constant)
+        # decoded here: json would let half a surrogate pair through as three raw bytes, and accept UTF-16
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant, parse_float=_finite)
         if b"\\ud" in body or b"\\uD" in body:
             value = _without_half_pairs(value)
     except RequestError:
@@ -48,6 +49,13 @@ def _without_half_pairs(value: Any) -> Any:
 
 def _refuse_constant(literal: str) -> NoReturn:
     raise RequestError(f"the request body is not valid JSON: {literal} is not a JSON number", code="invalid_json")
+
+
+def _finite(literal: str) -> float:
+    number = float(literal)
+    if not math.isfinite(number):
+        raise RequestError(f"the request body holds {literal}; numbers must be finite", code="invalid_json")
+    return number
 
 
 def type_name(value: Any) -> str:

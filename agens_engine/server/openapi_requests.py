@@ -60,7 +60,7 @@ _SAMPLING: dict[str, Schema] = {
     "min_p": between(0, 1),
     "presence_penalty": between(-2, 2),
     "frequency_penalty": between(-2, 2),
-    "repetition_penalty": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 10},
+    "repetition_penalty": {"type": ["number", "null"], "minimum": 0.01, "maximum": 10},
     "seed": whole(-(2**63), 2**63 - 1),
     "logit_bias": {
         "type": ["object", "null"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from agens_engine.core import SamplingParams
+from agens_engine.core import MAX_LOGIT_BIAS, SamplingParams
 from agens_engine.errors import RequestError
 from agens_engine.server.constraints import parse_answer_format
 from agens_engine.server.fields import Fields, wrong
@@ -166,7 +166,11 @@ def _reasoning_budget(fields: Fields, default: int | None) -> int | None:
 
 def _soft_bias(fields: Fields, default: float) -> float:
     value = fields.number("reasoning_budget_soft_bias")
-    return default if value is None else value
+    if value is None:
+        return default
+    if abs(value) > MAX_LOGIT_BIAS:
+        raise wrong("reasoning_budget_soft_bias", f"between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}", value)
+    return value
 
 
 def _draft_sources(fields: Fields) -> frozenset[str] | None:

@@ -173,10 +173,12 @@ def _read_message(item: Fields, turns: _Turns) -> None:
             turns.system.append(text)
     elif role == "assistant":
         text = _parts(item, "content")
+        if not isinstance(text, str):
+            raise wrong(item.name("content"), "text in a message of role assistant", text)
         last = turns.messages[-1] if turns.messages else {}
         # text after calls belongs to their turn: results pair with the message directly before them
         turn = turns.assistant(item.path, after=() if last.get("tool_calls") else ("content",))
-        turn["content"] = turn.get("content", "") + text if isinstance(text, str) else text
+        turn["content"] = turn.get("content", "") + text
     else:
         turns.add({"role": role, "content": content}, item.path)
 
@@ -262,13 +264,8 @@ def _tool_choice(fields: Fields) -> Any:
 
 
 def _reasoning(fields: Fields) -> dict[str, Any]:
-    """`none` turns thinking off; `minimal` is as low as thinking goes here."""
     effort = Fields(fields.object("reasoning") or {}, "reasoning").text("effort")
-    if effort is None:
-        return {}
-    if effort == "none":
-        return {"enable_thinking": False}
-    return {"reasoning_effort": "low" if effort == "minimal" else effort}
+    return {} if effort is None else {"reasoning_effort": effort}
 
 
 def _namespaces(tools: Any, namespace: str | None = None) -> dict[str, str]:
