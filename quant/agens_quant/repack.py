@@ -5,7 +5,7 @@
 
 Two ways through a block: 4-bit containers whose columns stay in order go from packed words to packed planes by copies
 and logic on whole words (fast); everything else unpacks its codes first (plain). Both are tested against pack.py.
-Scratch is a few hundred KiB a thread, whatever the tensor's size; the result is one blob, or the caller's buffer.
+Scratch is 1 to 2 MiB a thread, whatever the tensor's size; the result is one blob, or the caller's buffer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from agens_quant.format import (
     empty_blob,
 )
 
-_FAST_TILES = 24  # column tiles of a row block handled at once: 384 KiB of container; fewer cost more calls than cache
+_FAST_TILES = 40  # column tiles of a row block handled at once: 640 KiB of container; fewer cost more calls than cache
 Allocate = Callable[[int], np.ndarray]
 
 
@@ -366,6 +366,8 @@ class _FastBlocks(_Blocks):
         self.local = threading.local()
 
     def write(self, rows: slice, target: np.ndarray) -> None:
+        # A plain read in order: it brings the rows into the cache at twice the speed of the gather's strides.
+        np.bitwise_or.reduce(self.words[rows], axis=None)
         step = self._step()
         for first in range(0, self.column_tiles, step):
             tiles = min(step, self.column_tiles - first)
