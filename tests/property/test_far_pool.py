@@ -36,7 +36,10 @@ def answers(sizes: list[int], resident: int, hot: int) -> tuple[list[torch.Tenso
         hot_cache_blocks=hot,
     )  # fmt: skip
     states, out = [pool.create(), pool.create()], []
-    for number, size in enumerate(sizes):
+    for number, wanted in enumerate(sizes):
+        size = min(wanted, LENGTH - states[0].num_tokens)  # the text may be over
+        if size == 0:
+            break
         parts = [
             (state, ids[state.num_tokens : state.num_tokens + size]) for state, ids in zip(states, IDS, strict=True)
         ]
