@@ -274,7 +274,8 @@ class Engine:
             self._finish(work[0].sequence, FinishReason.ERROR, error)
             return
         now = time.perf_counter()
-        cost = StepTime(now - drafted_at, len(work), ran.num_rows)
+        num_decoding = sum(not item.is_prefill for item in work)
+        cost = StepTime(now - drafted_at, num_decoding, ran.num_rows, has_prefill=num_decoding < len(work))
         committed: list[CommittedRows] = []
         endings: list[tuple[LiveSequence, Ending | None]] = []
         for segment, (item, draft, verdict) in enumerate(zip(work, drafted, ran.verdicts, strict=True)):

@@ -51,11 +51,13 @@ class Drafted:
 
 @dataclass(frozen=True)
 class StepTime:
-    """What a step's forward and verification took, drafting not included; rows and sequences of the whole step."""
+    """What a step's forward and verification took, drafting not included; all of its rows, and the sequences that
+    decoded in it. One object for the whole step."""
 
     seconds: float
     num_sequences: int
     num_rows: int
+    has_prefill: bool = False
 
 
 class DraftPolicy(Protocol):

@@ -62,10 +62,12 @@ class StepCost:
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self.num_steps = 0
 
     def add(self, rows: int, seconds: float) -> None:
         if self._n >= 8.0:
             seconds = min(seconds, _OUTLIER * self.of(rows))
+        self.num_steps += 1
         m = self._MEMORY
         self._n, self._x, self._y = m * self._n + 1.0, m * self._x + rows, m * self._y + seconds
         self._xx, self._xy = m * self._xx + rows * rows, m * self._xy + rows * seconds
@@ -111,7 +113,7 @@ class AdaptivePolicy:
         self._shared: dict[str, Acceptance] = {}
         self._source_seconds: dict[tuple[str, str], float] = {}  # (source, "step" or "slot")
         self._step_cost: dict[int, StepCost] = {}
-        self._num_first_steps = 0
+        self._last_step: StepTime | None = None
         self._num_sequences = 1
         self._mean_tokens, self._mean_rows = 1.0, 1.0  # per sequence and step
 
@@ -128,8 +130,7 @@ class AdaptivePolicy:
         if MTP in wanted:
             wanted[MTP] = most_mtp
         if not self._cost().known:  # a few steps with every draft and with none, to see what rows cost
-            self._num_first_steps += 1
-            return wanted if self._num_first_steps % 2 else dict.fromkeys(sources, 0)
+            return dict.fromkeys(sources, 0) if self._cost().num_steps % 2 else wanted
         if COPY in wanted:
             wanted[COPY] = self._best_copy(state, num_slots)
         if MTP in wanted or DFLASH in wanted:
@@ -151,10 +152,11 @@ class AdaptivePolicy:
         if DFLASH in seconds:
             self._average((DFLASH, "step"), seconds[DFLASH])
         rows = len(result.chain) + 1
-        self._num_sequences = step.num_sequences
+        self._num_sequences = max(1, step.num_sequences)
         self._mean_tokens += 0.1 * (len(result.committed) - self._mean_tokens)
         self._mean_rows += 0.1 * (rows - self._mean_rows)
-        if step.num_rows <= NUM_VERIFY_ROWS * step.num_sequences:  # no prefill in it
+        if not step.has_prefill and step is not self._last_step:  # reported once for each of its sequences
+            self._last_step = step
             self._cost().add(step.num_rows, step.seconds)
 
     def end(self, seq: SequenceView) -> None:

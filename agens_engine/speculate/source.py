@@ -167,12 +167,14 @@ def judged_runs(result: StepResult) -> Iterator[tuple[DraftRun, int, int, int]]:
     """Split a step's outcome by run.
 
     yields (run, first slot, num_judged, num_accepted): slots count from 1; a draft is judged when every draft before it
-    was accepted, so num_judged is num_accepted, plus one where the run holds the refused draft
+    was accepted, so num_judged is num_accepted, plus one where the run holds the refused draft; a stop inside the
+    accepted drafts leaves the next one unjudged
     """
     first = 0
+    refused = len(result.committed) > result.num_accepted
     for run in result.chain.runs:
         num = len(run.token_ids)
         num_accepted = min(max(result.num_accepted - first, 0), num)
-        num_judged = min(max(result.num_accepted + 1 - first, 0), num)
+        num_judged = min(max(result.num_accepted + refused - first, 0), num)
         yield run, first + 1, num_judged, num_accepted
         first += num
