@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from agens_engine.core import NUM_VERIFY_ROWS, FinishReason, Timings
+from agens_engine.core import NUM_VERIFY_ROWS, Timings
 from agens_engine.errors import UsageError
 
 SUITES = Path(__file__).resolve().parent / "assets" / "suites"
@@ -32,7 +32,6 @@ class Answer:
 
     token_ids: tuple[int, ...]
     timings: Timings
-    finish: FinishReason
 
 
 # (case of a suite, with drafts) -> answer; the case is a body of the chat API without sampling fields

@@ -186,8 +186,9 @@ def chat(
     """Talk to a model in the terminal. /reset starts over, /exit leaves."""
     _refuse_missing(images, tp)
     settings = _one_user_settings(
-        model, profile, context, dtype, speculation, draft_sources, mtp, drafter, weights, repack_cache
-    )
+        model=model, profile=profile, context_tokens=context, dtype=dtype, speculation=speculation,
+        draft_sources=draft_sources, mtp=mtp, drafter=drafter, weights=weights, repack_cache=repack_cache,
+    )  # fmt: skip
     from agens_engine.commands.chat import run_chat
 
     run_chat(
@@ -236,8 +237,9 @@ def generate(
 
     text = read_prompt(prompt, prompt_file)
     settings = _one_user_settings(
-        model, profile, context, dtype, speculation, draft_sources, mtp, drafter, weights, repack_cache
-    )
+        model=model, profile=profile, context_tokens=context, dtype=dtype, speculation=speculation,
+        draft_sources=draft_sources, mtp=mtp, drafter=drafter, weights=weights, repack_cache=repack_cache,
+    )  # fmt: skip
     options = _given(
         temperature=temperature,
         top_p=top_p,
@@ -324,8 +326,9 @@ def evaluate(
 @app.command()
 def bench(
     suite: Annotated[
-        str, typer.Option("--suite", help="comma-separated names, or JSON files of the same form")
-    ] = "chat,code,thinking,tools,agent",
+        str | None,
+        typer.Option("--suite", help="comma-separated names or JSON files [default: chat,code,thinking,tools,agent]"),
+    ] = None,
     model: _Model = None,
     profile: _Profile = None,
     context: _Context = None,
@@ -340,43 +343,21 @@ def bench(
     """Measure drafting against plain decoding on prompt suites."""
     from agens_engine.commands.bench import run_bench
 
-    settings = _one_user_settings(model, profile, context, dtype, None, draft_sources, mtp, drafter, None, None)
-    names = [name.strip() for name in suite.split(",") if name.strip()]
-    run_bench(settings, names, repeat=repeat, cases=cases, json_out=json_out)
+    settings = _one_user_settings(
+        model=model, profile=profile, context_tokens=context, dtype=dtype, draft_sources=draft_sources, mtp=mtp,
+        drafter=drafter,
+    )  # fmt: skip
+    suites = {} if suite is None else {"suites": [name.strip() for name in suite.split(",") if name.strip()]}
+    run_bench(settings, **suites, repeat=repeat, cases=cases, json_out=json_out)
 
 
 app.command(name="plan", cls=PlanCommand)(plan_command)
 
 
-def _one_user_settings(
-    model: str | None,
-    profile: str | None,
-    context: int | None,
-    dtype: str | None,
-    speculation: bool | None,
-    draft_sources: str | None,
-    mtp: str | None,
-    drafter: str | None,
-    weights: str | None,
-    repack_cache: str | None,
-) -> Settings:
-    """For commands with one answer at a time; they log warnings only."""
+def _one_user_settings(**flags: Any) -> Settings:
+    """Settings by name, for commands with one answer at a time; they log warnings only."""
     log_to_stderr("warning")
-    return Settings.build(
-        {
-            "model": model,
-            "profile": profile,
-            "context_tokens": context,
-            "dtype": dtype,
-            "speculation": speculation,
-            "draft_sources": draft_sources,
-            "mtp": mtp,
-            "drafter": drafter,
-            "weights": weights,
-            "repack_cache": repack_cache,
-            "max_sequences": 1,
-        }
-    )
+    return Settings.build({**flags, "max_sequences": 1})
 
 
 def _refuse_missing(images: str | None, tp: int | None) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from agens_engine.bench import MAX_TOKENS, Answer, environment, load_suite, run_suite, table
+from agens_engine.bench import (
+    DEFAULT_SUITES,
+    MAX_TOKENS,
+    Answer,
+    environment,
+    load_suite,
+    run_suite,
+    suite_names,
+    table,
+)
 from agens_engine.commands.model import one_chat, opened, run_request
 from agens_engine.errors import AgensError, UsageError
 from agens_engine.server.host import LoadedModel
@@ -18,7 +27,7 @@ from agens_engine.settings import Settings
 
 def run_bench(
     settings: Settings,
-    suites: Sequence[str],
+    suites: Sequence[str] = DEFAULT_SUITES,
     *,
     repeat: int = 1,
     cases: int | None = None,
@@ -31,6 +40,8 @@ def run_bench(
     """
     if repeat < 1 or (cases is not None and cases < 1):
         raise UsageError("--repeat and --cases must be at least 1")
+    if not suites:
+        raise UsageError(f"--suite names no suite; known: {', '.join(suite_names())}")
     loaded = {name: load_suite(name)[:cases] for name in suites}
     results = {}
     with opened(settings) as model:
@@ -72,7 +83,7 @@ def _asker(model: LoadedModel) -> Any:
         last = None
         for last in run_request(model.engine, request):
             tokens += last.token_ids
-        assert last is not None and last.timings is not None and last.finish_reason is not None
-        return Answer(tuple(tokens), last.timings, last.finish_reason)
+        assert last is not None and last.timings is not None
+        return Answer(tuple(tokens), last.timings)
 
     return ask

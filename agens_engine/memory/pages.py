@@ -127,10 +127,6 @@ class PagedRows:
         self._storage, self._table, self._per_page = storage, table, storage.shape[1]
         self._flat = storage.flatten(0, 1)
 
-    @property
-    def row_bytes(self) -> int:
-        return self._flat[:1].numel() * self._flat.element_size()
-
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Store rows start .. ; their pages must be held."""
         for at, piece in self._pieces(start, start + rows.shape[0]):

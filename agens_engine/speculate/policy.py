@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agens_engine.core import NUM_VERIFY_ROWS, StepResult
-from agens_engine.speculate.drafting import StepTime
+from agens_engine.speculate.context_copy import ContextCopy
+from agens_engine.speculate.dflash import DFlashSource
+from agens_engine.speculate.drafting import MAX_DRAFTS, StepTime
+from agens_engine.speculate.mtp import DRAFTS_BESIDE_A_BLOCK, MtpSource
 from agens_engine.speculate.source import SequenceView, judged_runs
 
-NUM_SLOTS = NUM_VERIFY_ROWS - 1
-COPY, MTP, DFLASH = "copy", "mtp", "dflash"
-MTP_WITH_DRAFTER = 4  # spec drafters.md B.4
+COPY, MTP, DFLASH = ContextCopy.name, MtpSource.name, DFlashSource.name
 RETRY_SHARE, FIRST_RETRY = 0.005, 16  # of the time for a source that was left out; steps before its first try
 _MEMORY = 0.96  # of a sequence's acceptance, per judged draft of a slot
 _SHARED_MEMORY = 0.995
@@ -39,7 +40,7 @@ class Acceptance:
 
     def __init__(self, memory: float, prior: Acceptance | None = None) -> None:
         self._memory, self._prior = memory, prior
-        self._accepted, self._judged = [0.0] * NUM_SLOTS, [0.0] * NUM_SLOTS
+        self._accepted, self._judged = [0.0] * MAX_DRAFTS, [0.0] * MAX_DRAFTS
 
     def add(self, slot: int, accepted: bool) -> None:
         self._accepted[slot - 1] = self._memory * self._accepted[slot - 1] + accepted
@@ -126,7 +127,7 @@ class AdaptivePolicy:
         """Slots each source may fill, of num_slots; 0 leaves it out of the step."""
         state = self._sequences[seq.request_id]
         wanted = dict.fromkeys(sources, num_slots)
-        most_mtp = 0 if MTP not in wanted else min(num_slots, MTP_WITH_DRAFTER if DFLASH in wanted else NUM_SLOTS)
+        most_mtp = 0 if MTP not in wanted else min(num_slots, DRAFTS_BESIDE_A_BLOCK if DFLASH in wanted else MAX_DRAFTS)
         if MTP in wanted:
             wanted[MTP] = most_mtp
         if not self._cost().known:  # a few steps with every draft and with none, to see what rows cost

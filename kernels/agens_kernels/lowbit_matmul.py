@@ -354,17 +354,6 @@ def padded_rows(rows: int) -> int:
     return 8 if rows <= 8 else 16
 
 
-def empty_rows(rows: int, padded_columns: int, group_size: int, device: torch.device) -> PreparedRows:
-    """Buffers for prepare_rows, uninitialised: it writes every element."""
-    bm = padded_rows(rows)
-    return PreparedRows(
-        rows,
-        torch.empty(padded_columns // SLOT, 2 * bm, SLOT, dtype=torch.int8, device=device),
-        torch.empty(padded_columns // SLAB, bm, dtype=torch.float32, device=device),
-        torch.empty(padded_columns // group_size, bm, dtype=torch.int32, device=device),
-    )
-
-
 def prepare_rows(x: Tensor, weights: Weights, into: PreparedRows) -> PreparedRows:
     """Write x [rows, K] (fp16, bf16 or fp32, last axis contiguous) as two int8 parts in the weights' column order."""
     if x.dim() != 2 or x.shape != (into.rows, weights.in_features) or x.stride(1) != 1:

@@ -9,7 +9,8 @@ import pytest
 
 from agens_engine import bench
 from agens_engine.bench import Answer, load_suite, run_suite, suite_names, table
-from agens_engine.core import FinishReason, SourceCount, Timings
+from agens_engine.cli import main
+from agens_engine.core import SourceCount, Timings
 from agens_engine.errors import UsageError
 
 CASES = [{"messages": [{"role": "user", "content": str(n)}]} for n in range(3)]
@@ -32,7 +33,7 @@ class Scripted:
             timings.sources["copy"] = SourceCount(proposed=14, accepted=8, seconds=0.01)
             self.proposed = [n + 2 for n in self.proposed]
         tokens = (7,) if drafts and text in self.wrong else (1, 2, 3)
-        return Answer(tokens, timings, FinishReason.STOP)
+        return Answer(tokens, timings)
 
     def slots(self):
         return {"copy": {"proposed_by_slot": list(self.proposed), "accepted_by_slot": [1] * 7, "seconds": 0.0}}
@@ -88,3 +89,8 @@ def test_an_own_suite_file_and_an_unknown_name(tmp_path):
 
 def test_default_suites_exist():
     assert set(bench.DEFAULT_SUITES) <= set(suite_names())
+
+
+def test_a_bench_of_nothing_is_refused_before_a_model_is_loaded(capsys):
+    assert main(["bench", "--suite", " , "]) == 2
+    assert "--suite names no suite" in capsys.readouterr().err

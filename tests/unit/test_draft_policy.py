@@ -10,8 +10,8 @@ import pytest
 
 from agens_engine.core import DraftChain, DraftRun, SamplingParams, StepResult
 from agens_engine.sampling.seeds import RequestStream
-from agens_engine.speculate.drafting import StepTime
-from agens_engine.speculate.policy import COPY, DFLASH, MTP, NUM_SLOTS, AdaptivePolicy, StepCost
+from agens_engine.speculate.drafting import MAX_DRAFTS, StepTime
+from agens_engine.speculate.policy import COPY, DFLASH, MTP, AdaptivePolicy, StepCost
 
 STEPS = 1500
 
@@ -38,9 +38,9 @@ class World:
     noise: float = 0.0
 
     def step(self, limits: dict[str, int], chance: random.Random) -> tuple[StepResult, float, dict]:
-        runs, seconds, left, accepted, going = [], {}, NUM_SLOTS, 0, True
+        runs, seconds, left, accepted, going = [], {}, MAX_DRAFTS, 0, True
         for name in (MTP, DFLASH):
-            num = min(left, limits.get(name, 0), 4 if name == MTP else NUM_SLOTS)
+            num = min(left, limits.get(name, 0), 4 if name == MTP else MAX_DRAFTS)
             if not num:
                 continue
             left -= num
@@ -57,8 +57,8 @@ class World:
     def best_rate(self) -> tuple[float, float]:
         """Tokens a second of the best fixed plan, and of plain decoding."""
         rates = {}
-        for m, d in product(range(5), range(NUM_SLOTS + 1)):
-            chances = [self.p[MTP]] * m + [self.p[DFLASH]] * min(d, NUM_SLOTS - m)
+        for m, d in product(range(5), range(MAX_DRAFTS + 1)):
+            chances = [self.p[MTP]] * m + [self.p[DFLASH]] * min(d, MAX_DRAFTS - m)
             tokens, reached = 1.0, 1.0
             for chance in chances:
                 reached *= chance
@@ -78,7 +78,7 @@ def adaptive_rate(world: World) -> tuple[float, AdaptivePolicy]:
     chance = random.Random(7)
     tokens = seconds = 0.0
     for _ in range(STEPS):
-        limits = policy.limits(SEQ, [MTP, DFLASH], NUM_SLOTS)
+        limits = policy.limits(SEQ, [MTP, DFLASH], MAX_DRAFTS)
         result, forward, sources = world.step(limits, chance)
         tokens += len(result.committed)
         seconds += forward + sum(sources.values())
@@ -124,7 +124,7 @@ def test_a_source_that_becomes_good_is_taken_up_again():
     used = 0
     for n in range(900):
         world = bad if n < 300 else good
-        limits = policy.limits(SEQ, [MTP, DFLASH], NUM_SLOTS)
+        limits = policy.limits(SEQ, [MTP, DFLASH], MAX_DRAFTS)
         used += n >= 700 and bool(limits[MTP] or limits[DFLASH])
         result, forward, sources = world.step(limits, chance)
         policy.observe(SEQ, result, sources, StepTime(forward, 1, len(result.chain) + 1))
@@ -144,7 +144,7 @@ def test_decisions_are_per_sequence():
     drafts = dict.fromkeys(worlds, 0)
     for _ in range(400):
         for name, world in worlds.items():
-            result, forward, sources = world.step(policy.limits(seqs[name], [MTP, DFLASH], NUM_SLOTS), chance)
+            result, forward, sources = world.step(policy.limits(seqs[name], [MTP, DFLASH], MAX_DRAFTS), chance)
             drafts[name] += len(result.chain)
             policy.observe(seqs[name], result, sources, StepTime(forward, 2, len(result.chain) + 2))
     assert drafts["good"] > 1200
