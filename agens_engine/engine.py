@@ -365,19 +365,21 @@ class Engine:
     ) -> None:
         """Free the sequence's memory, forget it and send its last event."""
         self._scheduler.remove(sequence)
-        if sequence.state is not None:
-            sequence.state.free()
-            sequence.state = None
-            self.filler.end(sequence)
-        if reason is FinishReason.ERROR:
-            self.num_failed += 1
-        else:
-            self.num_finished += 1
-        log.info("%s", sequence.summary(reason))
         try:
-            sequence.on_event(sequence.event(tokens, deltas, logprobs, finish=reason, error=error))
-        except Exception:
-            log.exception("the receiver of request %s failed on its last event", sequence.request_id)
-        with self._wake:
-            self._live.pop(sequence.request_id, None)
-            self._wake.notify_all()
+            if sequence.state is not None:
+                sequence.state.free()
+                sequence.state = None
+                self.filler.end(sequence)
+        finally:  # whatever is wrong with the memory, the stream gets its last event
+            if reason is FinishReason.ERROR:
+                self.num_failed += 1
+            else:
+                self.num_finished += 1
+            log.info("%s", sequence.summary(reason))
+            try:
+                sequence.on_event(sequence.event(tokens, deltas, logprobs, finish=reason, error=error))
+            except Exception:
+                log.exception("the receiver of request %s failed on its last event", sequence.request_id)
+            with self._wake:
+                self._live.pop(sequence.request_id, None)
+                self._wake.notify_all()

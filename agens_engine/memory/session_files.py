@@ -138,9 +138,13 @@ class SessionFiles:
         temporary = ""
         try:
             blob = safetensors.torch.save(tensors)
+            size = len(head) + len(blob) + _DIGEST
+            if size > self.limit_bytes:
+                log.warning("a session of %d tokens takes %d bytes, more than %s may hold", length, size, self.folder)
+                return
             checksum = hashlib.blake2b(head, digest_size=_DIGEST)
             checksum.update(blob)
-            self._make_room(len(head) + len(blob) + _DIGEST)
+            self._make_room(size)
             handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
             with os.fdopen(handle, "wb") as file:
                 for piece in (head, blob, checksum.digest()):
@@ -148,7 +152,7 @@ class SessionFiles:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
-        except OSError as error:
+        except Exception as error:  # a full disk, no memory for the copy: the writer goes on, the session is lost
             log.warning("a session of %d tokens could not be written below %s: %s", length, self.folder, error)
             if temporary:
                 Path(temporary).unlink(missing_ok=True)

@@ -175,9 +175,9 @@ class SessionStore:
             if grown > self.budget_bytes:
                 self._evict(name)
                 continue
-            self.num_bytes -= entry.num_bytes
+            before = entry.num_bytes
             entry.memory = entry.memory.to_host()
-            self.num_bytes += entry.num_bytes
+            self.num_bytes += entry.num_bytes - before
             self.counts.moved_to_host += 1
 
     def drop(self, entry: Entry) -> None:
@@ -203,9 +203,11 @@ class SessionStore:
     def _evict(self, name: Name) -> None:
         self.counts.evicted += 1
         entry = self._forget(name)
-        if self._on_evict is not None:
-            self._on_evict(entry)
-        _release(entry)
+        try:
+            if self._on_evict is not None:
+                self._on_evict(entry)
+        finally:
+            _release(entry)
 
     def _remove(self, name: Name) -> None:
         _release(self._forget(name))

@@ -322,3 +322,19 @@ def test_shutdown_without_patience_aborts(model: Volundr) -> None:
         engine.submit(Request(name, prompt(1), GREEDY, max_tokens=200), inbox)
     engine.shutdown(0.0)
     assert inbox.finish("a") is inbox.finish("b") is FinishReason.ABORT
+
+
+def test_every_stream_gets_its_last_event_when_memory_cannot_be_freed(model: Volundr) -> None:
+    engine, inbox = Engine(model, max_sequences=2, prefill_chunk_tokens=16), Inbox()
+
+    def broken(slot: int) -> None:
+        raise AssertionError("injected")
+
+    engine.pool.release = broken  # type: ignore[method-assign]
+    for name in ("x", "y"):
+        engine.submit(Request(name, prompt(1), GREEDY, max_tokens=6), inbox)
+    inbox.wait("x", "y", seconds=30.0)
+    engine.shutdown(0.0)
+    assert not engine._live
+    with pytest.raises(EngineStoppedError):
+        engine.submit(Request("z", prompt(1), GREEDY, max_tokens=2), inbox)

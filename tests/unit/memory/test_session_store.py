@@ -242,6 +242,49 @@ def test_a_full_disk_costs_the_session_file_and_nothing_else(
     assert "could not be written" in caplog.text and not list(tmp_path.iterdir())
 
 
+def test_the_session_writer_outlives_any_failure(
+    model: Volundr, pool: StatePool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(tensors: object) -> bytes:
+        raise MemoryError
+
+    entries = [copied(entry_of(model, pool, IDS[i : i + 130])) for i in range(3)]
+    files = files_in(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("agens_engine.memory.session_files.safetensors.torch.save", no_memory)
+        files.save_later(entries[0])
+        while not caplog.records:
+            time.sleep(0.001)
+    files.save_later(entries[1])
+    files.close(entries[1:])  # would wait for ever without a writer
+    assert files.num_written == 2 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_session_larger_than_its_folder_leaves_the_others_alone(
+    model: Volundr, pool: StatePool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small, large = copied(entry_of(model, pool, IDS[:20])), copied(entry_of(model, pool, IDS))
+    (file,) = saved(tmp_path, small)
+    files = files_in(tmp_path, limit_bytes=file.stat().st_size + 1)
+    files.save_later(large)
+    files.close([])
+    assert list(tmp_path.iterdir()) == [file] and "more than" in caplog.text
+
+
+def test_a_session_that_cannot_be_handed_over_gives_its_pages_back(model: Volundr, pool: StatePool) -> None:
+    def broken(entry: Entry) -> None:
+        raise MemoryError
+
+    entries = [entry_of(model, pool, IDS[i : i + 300]) for i in range(2)]
+    store = SessionStore(entries[0].num_bytes, broken)
+    store.put(entries[0])
+    with pytest.raises(MemoryError):
+        store.make_room(entries[0].num_bytes)
+    entries[1].memory.release()  # type: ignore[union-attr]
+    store.check()
+    pool.check([], store.snapshots())
+
+
 def test_a_session_folder_that_cannot_be_made_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="--session-dir"):
